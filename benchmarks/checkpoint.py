@@ -26,6 +26,8 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor, nn
 
+from benchmarks.common import FRAMES_PER_SECOND, ROOT
+from benchmarks.voices import SENTENCES
 from pipelines.fish_speech.codec import Codec, codec_from
 from pipelines.fish_speech.config import CodecConfig as FishCodecConfig
 from pipelines.fish_speech.config import CodecStackConfig, FishConfig
@@ -49,6 +51,7 @@ from pipelines.spark_tts.prompt import SparkCodes
 from pipelines.spark_tts.prompt import Vocabulary as SparkVocabulary
 from pipelines.spark_tts.speaker import MelMagnitudes, SpeakerEncoder
 from pipelines.spark_tts.wave_generator import WaveGenerator, prepared
+from pipelines.speechlm.config import SpeechLmConfig
 
 #: The value of a tensor from its name and standard normal noise of its shape.
 Rule = Callable[[str, Tensor], Tensor]
@@ -295,6 +298,27 @@ def dummy_fish_codec(
     return codec_from(config.codec, DummyWeights(device), device, dtype, fused)
 
 
+_GOLDEN = ROOT / "tests/golden/speechlm/checkpoint"
+#: `text_config` and offsets as published (speechlm-qwen3-8b).
+_SPEECHLM_TEXT = {
+    "vocab_size": 160_392, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960,
+}  # fmt: skip
+_SPEECHLM = {
+    "vocab_size": 160_392, "hidden_size": 4096, "codec_base_offset": 152_192, "codec_layer_size": 1025, "text_token_offset": 256,
+    "text_token_end": 152_192, "adaptor_input_dim": 2048,
+}  # fmt: skip
+
+
+def speechlm_config(folder: Path, tiny: bool = False) -> SpeechLmConfig:
+    """A folder with the published config.json alone; `tiny`: the golden checkpoint's with heads that a CPU knows."""
+    content: dict[str, Any] = json.loads((_GOLDEN / "config.json").read_text(encoding="utf-8"))
+    content |= {} if tiny else _SPEECHLM
+    content["text_config"] |= {"head_dim": 32} if tiny else _SPEECHLM_TEXT
+    _write_json(folder / "config.json", content)
+    return SpeechLmConfig.from_folder(folder)
+
+
 #: Sizes of SparkTTS's LM that a CPU can run, with the published vocabulary and codec.
 TINY_LM = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32, "intermediate": 96}
 _SPARK_CONTROLS = (
@@ -370,7 +394,7 @@ def write_lm(folder: Path, lm: LmConfig) -> None:
 
 def wav2vec2(device: torch.device) -> Any:
     """wav2vec2 of the size of XLSR-53, cut as ours is."""
-    from transformers import Wav2Vec2Config, Wav2Vec2Model
+    from transformers import Wav2Vec2Config, Wav2Vec2Model  # pyright: ignore[reportAttributeAccessIssue]
 
     from pipelines.spark_tts.reference import KEPT_LAYERS, SemanticFeatures
 
@@ -387,8 +411,6 @@ def wav2vec2(device: torch.device) -> Any:
 
 #: Ids of the published tokenizer.
 _START, _END, _ASSISTANT = 151644, 151645, 77091
-FRAMES_PER_SECOND = 12.5
-SENTENCE = "The birch canoe slid on the smooth planks."
 #: What a codec's encoder has next to nothing of, to try a benchmark on a CPU.
 _TINY_ENCODER = {
     "hidden_size": 32, "num_filters": 4, "codebook_dim": 6, "vector_quantization_hidden_dimension": 6, "num_hidden_layers": 1,
@@ -494,7 +516,7 @@ def main() -> int:
     made.add_argument("--seconds", type=float, help="length of a speech whose request does not say it")
     made.add_argument("--kind", default="custom_voice", choices=("custom_voice", "base"))
     options = made.parse_args()
-    texts = options.texts.read_text(encoding="utf-8").splitlines() if options.texts else [SENTENCE]
+    texts = options.texts.read_text(encoding="utf-8").splitlines() if options.texts else SENTENCES
     device = open_device(options.device)
     write_checkpoint(options.folder, options.size, device, texts, options.seconds, options.kind)
     return 0

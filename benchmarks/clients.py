@@ -1,5 +1,4 @@
-"""One process of clients that `benchmarks.stream` starts, on bare sockets and one event loop; and `python -m benchmarks.clients
-silence`, a server that answers every speech with silence at once, to measure the clients themselves."""
+"""One process of clients that `benchmarks.stream` starts, on bare sockets and one event loop."""
 
 from __future__ import annotations
 
@@ -9,12 +8,9 @@ import gc
 import json
 import os
 import random
-import re
 import sys
 import time
-from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -401,48 +397,5 @@ def clients() -> None:
     json.dump(asyncio.run(_clients(made)), sys.stdout)
 
 
-#: Of the server that answers with silence: samples a second, frames of the first chunks and of all that follow, and what
-#: it says besides.
-_RATE, _FRAME_SECONDS, _RAMP = 24_000, 0.08, (1, 2, 4, 8, 12)
-_CARD = {"id": "local", "owned_by": "nightjar", "sample_rate": _RATE, "capabilities": {"voices": ["calm"]}}
-_PAGES = {"/v1/models": json.dumps({"data": [_CARD]}).encode(), "/metrics": b"speech_server_running 0\n"}
-
-
-def chunks_of(seconds: float) -> Iterator[bytes]:
-    """Silence of a length, cut as a server cuts a stream."""
-    left, place = max(round(seconds / _FRAME_SECONDS), 1), 0
-    while left:
-        frames = min(_RAMP[min(place, len(_RAMP) - 1)], left)
-        left, place = left - frames, place + 1
-        yield bytes(round(frames * _FRAME_SECONDS * _RATE) * BYTES_PER_SAMPLE)
-
-
-async def answer_silence(reader: StreamReader, writer: StreamWriter) -> None:
-    """Answers what clients ask for, on one connection."""
-    with suppress(asyncio.IncompleteReadError, ConnectionError):
-        while True:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-            length = re.search(r"content-length: (\d+)", head, re.IGNORECASE)
-            body = await reader.readexactly(int(length[1]) if length else 0)
-            if not head.startswith("POST"):
-                content = _PAGES.get(head.split(maxsplit=2)[1], b'{"status": "ready"}')
-                writer.write(b"HTTP/1.1 200 -\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content))
-                continue
-            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: audio/pcm\r\n\r\n")
-            for piece in chunks_of(json.loads(body)["max_seconds"]):
-                writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-                await writer.drain()
-            writer.write(b"0\r\n\r\n")
-    writer.close()
-
-
-async def serve_silence() -> None:
-    """A server that answers every speech with silence at once. Prints its address as `nightjar serve` does."""
-    server = await asyncio.start_server(answer_silence, "127.0.0.1", 0, backlog=2048)
-    print(json.dumps({"url": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"}), flush=True)
-    gc.disable()
-    await server.serve_forever()
-
-
 if __name__ == "__main__":
-    asyncio.run(serve_silence()) if sys.argv[1:] == ["silence"] else clients()
+    clients()

@@ -16,11 +16,14 @@ import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +31,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
 NOTHING: Mapping[str, Iterable[str]] = MappingProxyType({})
-_TICKS, _PAGE, _GIB = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE"), 2.0**30
+#: Of Qwen3-TTS.
+FRAMES_PER_SECOND = 12.5
+_GIB = 2.0**30
 
 
 def commit() -> str:
@@ -87,15 +92,6 @@ def environment_with(*places: str | Path) -> dict[str, str]:
     """The environment of a process that imports from these folders first, then from this tree and what ours has."""
     path = [*map(str, places), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-
-
-def write_random_checkpoint(size: str, folder: Path, texts: Iterable[str], device: str, *more: str) -> float:
-    """Writes a checkpoint in a process that leaves no memory of the device taken. Its seconds."""
-    lines, began = folder.with_name(f"{folder.name}-texts"), time.perf_counter()
-    lines.write_text("\n".join(texts), encoding="utf-8")
-    words = [sys.executable, "-m", "benchmarks.checkpoint", size, str(folder), "--texts", str(lines)]
-    subprocess.run([*words, "--device", device, *more], cwd=ROOT, check=True)
-    return time.perf_counter() - began
 
 
 class Result:
@@ -316,13 +312,13 @@ def energy(gpus: Sequence[Sequence[GpuReading]], audio_s_per_s: float | None) ->
 
 
 class Use:
-    """Reads the GPUs, and some processes with all their descendants, every `seconds` until `stop`."""
+    """Reads the GPUs, and a process with all its descendants, every `seconds` until `stop`."""
 
     #: Whether power is read ten times a second and kept; `--power-trace`.
     traces = False
 
-    def __init__(self, roots: Sequence[int] = (), seconds: float = 0.5) -> None:
-        self._roots, self._seconds = tuple(roots), 0.1 if self.traces else seconds
+    def __init__(self, root: int | None = None, seconds: float = 0.5) -> None:
+        self._root, self._seconds = root, 0.1 if self.traces else seconds
         #: Unix time, and of each process its name, its processor seconds and its private bytes in memory.
         self._readings: list[tuple[float, dict[int, tuple[str, float, int]]]] = []
         self._gpus: list[list[GpuReading]] = []
@@ -376,12 +372,7 @@ class Use:
 
     def _watch(self) -> None:
         while True:
-            now, found = time.time(), dict[int, tuple[str, float, int]]()
-            for pid in _family(self._roots) if self._roots else ():
-                stat, pages = _stat(f"/proc/{pid}/stat"), _read(f"/proc/{pid}/statm").split()
-                if stat and pages:
-                    found[pid] = _name(pid), _used_seconds(stat), (int(pages[1]) - int(pages[2])) * _PAGE
-            self._readings.append((now, found))
+            self._readings.append((time.time(), _family_use(self._root)))
             self._gpus.append(self._nvml())
             if self._done.wait(self._seconds):
                 return
@@ -402,47 +393,32 @@ class ThreadUse:
 
     @staticmethod
     def _seconds() -> dict[str, float]:
-        found: dict[str, float] = {}
-        for thread in threading.enumerate():
-            if stat := _stat(f"/proc/self/task/{thread.native_id}/stat"):
-                found[thread.name] = found.get(thread.name, 0.0) + _used_seconds(stat)
+        names = {one.native_id: one.name for one in threading.enumerate()}
+        found = defaultdict[str, float](float)
+        for one in psutil.Process().threads():
+            if name := names.get(one.id):
+                found[name] += one.user_time + one.system_time
         return found
 
 
-def _read(path: str) -> str:
-    """A file of /proc; empty where its process or thread is gone."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _stat(path: str) -> list[str]:
-    """State, parent and so on of a process or thread; empty where it is gone."""
-    return _read(path).rpartition(")")[2].split()
-
-
-def _used_seconds(stat: Sequence[str]) -> float:
-    """Processor seconds of a process or thread."""
-    return (int(stat[11]) + int(stat[12])) / _TICKS
-
-
-def _family(roots: Sequence[int]) -> list[int]:
-    """The processes and all their descendants."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        if stat := _stat(f"{entry}/stat"):
-            children.setdefault(int(stat[1]), []).append(int(entry.name))
-    found, left = list[int](), list(roots)
-    while left:
-        found.append(left.pop())
-        left += children.get(found[-1], [])
+def _family_use(root: int | None) -> dict[int, tuple[str, float, int]]:
+    """The name, the processor seconds and the private bytes of a process and of each of its descendants."""
+    found: dict[int, tuple[str, float, int]] = {}
+    with suppress(psutil.Error):
+        family = (
+            [] if root is None else [psutil.Process(root), *psutil.Process(root).children(recursive=True)]
+        )
+        for one in family:
+            with suppress(psutil.Error), one.oneshot():
+                cpu, memory = one.cpu_times(), one.memory_info()
+                seconds = cpu.user + cpu.system
+                found[one.pid] = _name(one.cmdline()), seconds, memory.rss - memory.shared
     return found
 
 
-def _name(pid: int) -> str:
+def _name(words: list[str]) -> str:
     """The module of a Python process, such as `pipelines.engine_process`; else its program."""
-    words = [word for word in _read(f"/proc/{pid}/cmdline").split("\0") if word]
+    words = [word for word in words if word]
     if not words or words[0].startswith("["):  # a title, such as Celery's
         return ""
     program = Path(words[0].partition(":")[0]).name
@@ -452,19 +428,6 @@ def _name(pid: int) -> str:
     if program.startswith("python") and "-c" in words:
         return words[words.index("-c") + 1].partition("(")[0][:60]
     return program
-
-
-def listener_pid(port: int) -> int | None:
-    """The process of this host that listens at a TCP port; None where it is elsewhere or another user's."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in _read(f"/proc/net/{name}").splitlines()[1:]]
-    sockets = {
-        f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port
-    }
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if any(os.readlink(file) in sockets for file in (entry / "fd").iterdir()):
-                return int(entry.name)
-    return None
 
 
 def _open_nvml() -> Callable[[], list[GpuReading]]:

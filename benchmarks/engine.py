@@ -26,15 +26,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.checkpoint import FRAMES_PER_SECOND, PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
-from benchmarks.common import Bench, Row, ThreadUse, Use, memory, parser, read, serves
+from benchmarks.checkpoint import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
+from benchmarks.common import FRAMES_PER_SECOND, Bench, Row, ThreadUse, Use, memory, parser, read, serves
 from benchmarks.kernel import PUBLISHED, Device, device_named, frame_floor
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
@@ -116,7 +116,7 @@ class Watched:
             "prefill": [],
             "frames": [],
         }
-        self._host = dict.fromkeys(("embed", "prefill", "frames", "wait"), 0.0)
+        self._host: dict[str, float] = dict.fromkeys(("embed", "prefill", "frames", "wait"), 0.0)
         self._turns = self._admitted = 0
         self._began, self._on = time.perf_counter(), True
 
@@ -268,7 +268,7 @@ class ClosedLoop:
         self._executor = executor
         self._stage = open_stage(decoder)
         # As many requests wait as in a pipeline on a GPU.
-        self.engine = Engine(executor, options, options.slots, self._stage)
+        self.engine = Engine(cast(FrameExecutor, executor), options, options.slots, self._stage)
         self._stop = threading.Event()
         self._feeder = threading.Thread(target=self._feed, args=(pool,), name="feeder")
         self._feeder.start()
@@ -280,8 +280,9 @@ class ClosedLoop:
                 self.room.release()
                 return
             named = replace(request, request_id=str(number), seed=number)
+            heard: Any = Heard(self, frames, self._stage)
             try:
-                self.engine.submit(named, Heard(self, frames, self._stage))
+                self.engine.submit(named, heard)
             except SynthesisError:  # closed
                 return
 

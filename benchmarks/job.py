@@ -58,6 +58,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import voices
 from benchmarks.common import (
+    FRAMES_PER_SECOND,
     ROOT,
     Bench,
     Row,
@@ -66,9 +67,8 @@ from benchmarks.common import (
     new_database,
     parser,
     read,
-    write_random_checkpoint,
 )
-from benchmarks.engine import FRAMES_PER_SECOND, Load
+from benchmarks.engine import Load
 from benchmarks.voices import words_of
 from jobs.checks import PRESETS
 from jobs.settings import load_settings
@@ -188,7 +188,7 @@ class Command:
         command = [sys.executable, "-P", "-m", "jobs", *words]
         with self._stdout.open("wb") as out, (folder / "stderr").open("wb") as error:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=error)
-        self.use, self._over = Use([self.process.pid]), threading.Event()
+        self.use, self._over = Use(self.process.pid), threading.Event()
         self._watcher = threading.Thread(target=self._watch, args=(there,), name="first-audio", daemon=True)
         self._watcher.start()
 
@@ -219,7 +219,7 @@ class Command:
         """What came of the command, which has ended, and the commits of its one job. `execute`: runs a statement on its
         ledger. Raises `RuntimeError` with the last words of one that made nothing."""
         found = execute(_COMMITS).fetchall() if execute is not None else []
-        if not found:
+        if execute is None or not found:
             ends = "\n".join(log.read_text(encoding="utf-8", errors="replace")[-2000:] for log in logs)
             raise RuntimeError(f"The command ended with status {status} and made nothing: {ends}")
         commits = [Commit(float(at), int(items), float(audio)) for at, items, audio in found]
@@ -261,16 +261,11 @@ class JobBench:
         """Writes the checkpoint of a size, and the voice that opens it; for Base the recordings too."""
         place = self.folder / "voices"
         if self.options.instant:
-            voices.install(place, seconds=self.options.instant)
+            voices.install(place, voices.INSTANT, voices.Instant(self.options.instant))
             return
-        name = f"{size}-{kind}"
-        checkpoint, lengths = self.folder / name, self.load.lengths(400)
-        texts = (words_of(one / FRAMES_PER_SECOND, number, str(one)) for number, one in enumerate(lengths))
-        seconds = write_random_checkpoint(size, checkpoint, texts, self.options.device, "--kind", kind)
-        device = {} if self.bench.on_gpu else {"device": "cpu"}
-        voices.install(place, f"planted-{name}", checkpoint, **device)
-        gigabytes = sum(file.stat().st_size for file in checkpoint.rglob("*.safetensors")) / 1e9
-        self.bench.keep(**{f"checkpoint_{name}": {"written_s": seconds, "gb": gigabytes}})
+        lengths = [frames / FRAMES_PER_SECOND for frames in self.load.lengths(400)]
+        _, facts = voices.plant(place, size, kind, lengths, self.options.device)
+        self.bench.keep(**{f"checkpoint_{size}-{kind}": facts})
         if kind == "base" and not self.recordings:
             self.recordings = voices.write_recordings(self.folder / "recordings", max(self.options.voices))
 
@@ -281,11 +276,11 @@ class JobBench:
         full = ["--sizes", size, "--seconds", str(self.load.seconds), "--windows", "3"]
         words += ["--tiny"] if size == "tiny" else full
         found = [self.folder / f"engine-{size}-{gpus}-{gpu}.json" for gpu in range(gpus)]
-        running: list[subprocess.Popen[bytes]] = []
+        running = list[subprocess.Popen[Any]]()
         for gpu, path in enumerate(found):
             chosen = {"CUDA_VISIBLE_DEVICES": str(gpu)} if self.bench.on_gpu else {}
-            given = {"cwd": ROOT, "env": self.environment | chosen, "stdout": subprocess.DEVNULL}
-            running.append(subprocess.Popen([*words, "--json", str(path)], **given))
+            given: dict[str, Any] = {"env": self.environment | chosen, "stdout": subprocess.DEVNULL}
+            running.append(subprocess.Popen([*words, "--json", str(path)], cwd=ROOT, **given))
         try:
             failed = [process.wait(max(self.bench.seconds_left, 1.0)) for process in running]
         finally:
@@ -455,7 +450,7 @@ class JobBench:
                 self.attempt(f"checkpoint {size} {kind}", self.prepare, size, kind)
                 for cloning in (one for one in options.cloning if kind_for(one) == kind):
                     self._jobs(size, cloning, options.voices if cloning != "none" else [0])
-                shutil.rmtree(self.folder / f"{size}-{kind}", ignore_errors=True)
+                shutil.rmtree(self.folder / "voices" / f"{size}-{kind}", ignore_errors=True)
         return self.bench.end(*COLUMNS)
 
 

@@ -10,6 +10,9 @@ in the better of two batch sizes with cudnn.benchmark. Language model and decode
 package.
 """
 
+# The reference's packages are not in our environment.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import argparse
@@ -27,15 +30,8 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
-from benchmarks.checkpoint import (
-    FRAMES_PER_SECOND,
-    PUBLISHED_CODEC,
-    TINY_CODEC,
-    codec_values,
-    fill,
-    qwen3_config,
-)
-from benchmarks.common import Bench, Row, environment_with, parser, read
+from benchmarks.checkpoint import PUBLISHED_CODEC, TINY_CODEC, codec_values, fill, qwen3_config
+from benchmarks.common import FRAMES_PER_SECOND, Bench, Row, environment_with, parser, read
 
 SITE = "NIGHTJAR_REFERENCE_SITE"
 ROLE, TAIL = [151644, 77091, 198], [151645, 198, 151644, 77091, 198]

@@ -1,19 +1,28 @@
-"""SparkTTS and Fish Speech S2 on both engines in one run, at their published sizes with dummy weights.
+"""SparkTTS and Fish Speech S2 on both engines, and SpeechLM on vLLM, each in one run at its published size with dummy weights.
 
     python -m benchmarks.speech spark [--parts speech,streams] [--requests 64,256,512] [--engines native,vllm]
         [--turns 0,4] [--streams 1,64] [--seconds 10]
     python -m benchmarks.speech fish --requests 64,256
     python -m benchmarks.speech spark --parts speech --engines native --requests 512 --voices 20 3000
     python -m benchmarks.speech fish --device cpu --tiny --engines native --requests 2 --seconds 0.2
+    python -m benchmarks.speech speechlm [--requests 512] [--prompt 120] [--steps 300] [--parts text,streams,mixed,pairs]
+    python -m tests.support.vllm_v2 python -m benchmarks.speech speechlm --tiny --device cpu --requests 64 --prompt 20 --steps 36
 
 `speech` goes through the pipeline of each engine: text and recording in, samples out, so all stages share the GPU. `--voices` are numbers of recordings, none of
 which an engine knows at the start, each used twice or more. `streams` are first chunks of the native one. `--turns` are frames a turn of the native engine; 0: its own.
 The prompts of a voice share its KV. `python -m benchmarks.kernel --parts frame` has a frame alone. The engine vllm is left out where vLLM is not installed.
+
+Of SpeechLM, which needs vLLM, the backbone alone runs. `text` is text alone; `streams` draws all eight streams in every step; `mixed` writes text for two thirds
+of the steps and then audio, and `pairs` does so with guidance, each request with a null branch of its own. A token is a stream-0 step of a request; null branches
+do not count. Broken pairs are counted: under asynchronous scheduling there must be none. The last command has vLLM's V2 runner in Triton's interpreter, whose
+steps are those of a GPU.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 import tempfile
 import threading
 import time
@@ -21,29 +30,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Queue
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from benchmarks.checkpoint import (
-    TINY_LM,
-    AnyIdSpeaks,
-    AnyText,
-    DummyWeights,
-    dummy_bicodec,
-    dummy_fish_codec,
-    fish_config,
-    spark_config,
-    wav2vec2,
-    write_lm,
-)
-from benchmarks.common import Bench, ThreadUse, Use, parser, read, serves
+from benchmarks import checkpoint
+from benchmarks.common import Bench, Row, ThreadUse, Use, environment_with, parser, read, serves
 from benchmarks.engine import Watched
-from benchmarks.voices import recording
+from benchmarks.voices import recording, write_package
 from kernels.registry import on_device
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
@@ -65,17 +64,23 @@ from pipelines.request import (
     SynthesisRequest,
     submit,
 )
+from pipelines.results import Receiver
 from pipelines.spark_tts import pipeline as spark_pipeline
 from pipelines.spark_tts.config import LLM
 from pipelines.spark_tts.language_model import Drawable, SparkModel, sized
 from pipelines.spark_tts.language_model import take_weights as take_spark
 from pipelines.spark_tts.reference import ReferenceEncoder
-from pipelines.tokens import TokenHost, TokenRequest
-from pipelines.vllm_engine.library import ModelSpec
+from pipelines.speechlm.lm import Script, StreamSampling, model_spec
+from pipelines.tokens import TokenHost, TokenRequest, Tokens
+from pipelines.vllm_engine.library import ModelSpec, load_vllm
+
+if TYPE_CHECKING:
+    from pipelines.speechlm.config import SpeechLmConfig
+    from pipelines.vllm_engine.host import VllmHost
 
 #: Positions of a sequence, and of a page.
 CONTEXT, PAGE_SIZE = 1024, 64
-PARTS = ("speech", "streams")
+PARTS, SPEECHLM_PARTS = ("speech", "streams"), ("text", "streams", "mixed", "pairs")
 #: Recordings of the warm-up, seconds of a recording, and threads that start requests.
 VOICES, REFERENCE_SECONDS, FEEDERS = 16, 6.0, 32
 TEXT = "The rain falls on the quiet street, and nobody walks. "
@@ -97,10 +102,10 @@ class Endless(spark_pipeline.SparkPipeline):
         return replace(wanted, sampling=replace(wanted.sampling, ignore_end=True)), info
 
 
-class Family:
-    """A model for a benchmark: all but the LM, which both engines share, and the LM on each of them.
+class Dummy:
+    """A family for a benchmark: all but the LM, which both engines share, and the LM on each of them.
 
-    Each family has its `model` with what it takes of a GPU (its weights are there already, every slot has room for a whole
+    Each has its `model` with what it takes of a GPU (its weights are there already, every slot has room for a whole
     context), the codec's `stage` of a pipeline, the LM's `host` over our own engine, a `pipeline`, and for vLLM the
     `spec` with dummy weights.
     """
@@ -117,7 +122,11 @@ class Family:
     first_voice = VOICES
 
     def __init__(self, bench: Bench) -> None:
-        self.bench, self.weights, self._texts = bench, DummyWeights(bench.device), itertools.count()
+        self.bench, self.weights, self._texts = (
+            bench,
+            checkpoint.DummyWeights(bench.device),
+            itertools.count(),
+        )
 
     def request(self, name: str, index: int, seconds: float, voice: int | None = None) -> SynthesisRequest:
         """One of the recordings of the warm-up in turn, or `voice`. No text comes twice, so that requests share a voice and
@@ -136,7 +145,7 @@ class Family:
         return asked.plan(needs, self.bench.device, CONTEXT, CONTEXT, frame_seconds=1 / self.rate)
 
 
-class Spark(Family):
+class Spark(Dummy):
     """SparkTTS; with `tiny` an LM that a CPU can run."""
 
     rate, sample_rate = 50, 16_000
@@ -144,15 +153,15 @@ class Spark(Family):
 
     def __init__(self, bench: Bench, folder: Path) -> None:
         super().__init__(bench)
-        config = spark_config(folder)
+        config = checkpoint.spark_config(folder)
         if bench.options.tiny:
-            config = replace(config, lm=replace(config.lm, **TINY_LM))
-        self.config, self.vocabulary = config, AnyIdSpeaks()
-        tokenizer, codec = dummy_bicodec(config, bench.device, bench.dtype)
-        references = ReferenceEncoder(config, tokenizer, wav2vec2(bench.device))
+            config = replace(config, lm=replace(config.lm, **checkpoint.TINY_LM))
+        self.config, self.vocabulary = config, checkpoint.AnyIdSpeaks()
+        tokenizer, codec = checkpoint.dummy_bicodec(config, bench.device, bench.dtype)
+        references = ReferenceEncoder(config, tokenizer, checkpoint.wav2vec2(bench.device))
         self.parts = spark_pipeline.Parts(config, self.vocabulary, references, codec)
         self.drawable = Drawable.of(self.vocabulary, config.lm)
-        write_lm(folder / LLM, config.lm)
+        checkpoint.write_lm(folder / LLM, config.lm)
 
     def model(self) -> tuple[SparkModel, MemoryNeeds]:
         lm, dtype, device = self.config.lm, self.bench.dtype, self.bench.device
@@ -179,7 +188,7 @@ class Spark(Family):
         return spec, TokenModelOptions(max_context=2 * CONTEXT)
 
 
-class Fish(Family):
+class Fish(Dummy):
     """Fish Speech S2, of the published or of tiny sizes."""
 
     rate, sample_rate, reference_text = 44_100 / 2048, 44_100, TEXT
@@ -187,9 +196,9 @@ class Fish(Family):
 
     def __init__(self, bench: Bench, folder: Path) -> None:
         super().__init__(bench)
-        self.config = config = fish_config(folder, bench.options.tiny)
-        self.vocabulary = AnyText(config)
-        self.codec = dummy_fish_codec(config, bench.device, bench.dtype)
+        self.config = config = checkpoint.fish_config(folder, bench.options.tiny)
+        self.vocabulary = checkpoint.AnyText(config)
+        self.codec = checkpoint.dummy_fish_codec(config, bench.device, bench.dtype)
 
     def model(self) -> tuple[FishModel, MemoryNeeds]:
         config, slow, dtype = self.config, self.config.slow, self.bench.dtype
@@ -216,7 +225,7 @@ class Fish(Family):
         return spec, TokenModelOptions(dtype=dtype, max_context=CONTEXT)
 
 
-FAMILIES: dict[str, type[Spark] | type[Fish]] = {"spark": Spark, "fish": Fish}
+Family = Spark | Fish
 
 
 @lru_cache(maxsize=4096)
@@ -237,7 +246,7 @@ class Native:
         with on_device(family.bench.device), torch.cuda.stream(executor.stream):
             while executor.prepare():
                 pass
-        self.watched = Watched(executor)
+        self.watched: Any = Watched(executor)
         #: Facts of it in rows.
         self.about = {"executor": executor.name, "prefill": "packed" if executor.packed else "padded"}
 
@@ -299,24 +308,23 @@ class Speaking:
         under_way = slots + slots // BESIDE
         free, ends = threading.Semaphore(under_way), list[tuple[float, float]]()
         gpu, threads = Use(seconds=0.25), ThreadUse()
-        futures: list[Future[Speech]] = []
 
         def ended(future: Future[Speech]) -> None:
             audio = 0.0 if future.exception() else future.result().duration_ms / 1000
             ends.append((time.perf_counter(), audio))
             free.release()
 
-        def start(number: int) -> None:
+        def start(number: int) -> Future[Speech]:
             try:
                 future = submit(self.pipeline, make(number))
             except NightjarError:
                 free.release()
                 raise
             future.add_done_callback(ended)
-            futures.append(future)
+            return future
 
         with ThreadPoolExecutor(FEEDERS) as feeders:
-            started: list[Future[None]] = []
+            started: list[Future[Future[Speech]]] = []
             for number in range(total):
                 free.acquire()
                 started.append(feeders.submit(start, number))
@@ -324,9 +332,7 @@ class Speaking:
                     watched.start()
         found = {} if watched is None else watched.stop()
         for one in started:
-            one.result()
-        for future in futures:
-            heard_seconds(future)
+            heard_seconds(one.result())
         shares = threads.shares()
         gpu.stop()
         names = shares.keys() & {"vllm-host", "engine", "codec-stage", "MainThread"}
@@ -424,33 +430,169 @@ def vllm(family: Family, parts: set[str]) -> None:
     begin = time.perf_counter()
     host = VllmHost(spec, replace(chosen, slots=slots, memory_share=family.memory_share))
     print(f"vLLM started in {time.perf_counter() - begin:.0f} s", flush=True)
-    Speaking(family, family.pipeline(host, family.stage()), "vllm", {}).measure(parts)
+    Speaking(family, family.pipeline(host, family.stage()), "vllm", {}).measure(parts - {"streams"})
+
+
+def both_engines(bench: Bench, folder: Path) -> None:
+    """SparkTTS or Fish."""
+    kind = Spark if bench.options.family == "spark" else Fish
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = kind is Spark
+    family = kind(bench, folder / "checkpoint")
+    for engine in bench.options.engines:
+        if engine == "native" or find_spec("vllm"):
+            bench.attempt(engine, native if engine == "native" else vllm, family, set(bench.options.parts))
+
+
+#: The entry point by which vLLM's processes find our models.
+PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "nightjar"
+
+
+class Load(NamedTuple):
+    """Requests of one kind: `text` steps, then `rows` of audio, guided where cfg is above 1."""
+
+    load: str
+    requests: int
+    prompt: int
+    text: int
+    rows: int
+    cfg: float = 1.0
+
+
+class _Talk(Receiver[Any]):
+    """The receiver of one request: text first, then audio, both of fixed lengths."""
+
+    def __init__(
+        self, load: Load, config: SpeechLmConfig, host: VllmHost, script: Script, done: threading.Semaphore
+    ) -> None:
+        self.load, self.config, self.host, self.script, self.done = load, config, host, script, done
+        self.pair = self.broken = False
+        self.failure = ""
+
+    def start(self) -> None:
+        if self.load.text:
+            self._submit(self.script.text_request(self.config), self.load.text, ())
+        else:
+            self._ask_for_audio([])
+
+    def finished(self, tokens: Tokens) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not self.pair and self.load.rows:
+            self._ask_for_audio(list(tokens.ids))
+            return
+        self.broken = self.pair and tokens.finish == "stop"
+        self.done.release()
+
+    def failed(self, error: NightjarError) -> None:
+        self.failure = str(error)
+        self.done.release()
+
+    def _ask_for_audio(self, written: Sequence[int]) -> None:
+        self.pair, special = True, self.config.specials
+        before = [special.text, *written, special.assistant, special.audio]
+        request = self.script.audio_request(self.config, before, self.script.request_id)
+        self._submit(request, self.load.rows, (special.pad,))
+
+    def _submit(self, request: TokenRequest, steps: int, stops: tuple[int, ...]) -> None:
+        """Asks for exactly `steps` steps, unless the pair breaks. A request that the engine refuses counts as failed, so that
+        nothing waits for it."""
+
+        def cut(one: TokenRequest) -> TokenRequest:
+            sampling = replace(one.sampling, max_tokens=steps, stop_ids=stops, ignore_end=True)
+            shadow = None if one.shadow is None else cut(one.shadow)
+            return replace(one, sampling=sampling, shadow=shadow, extra={**one.extra, "min_rows": 1 << 20})
+
+        try:
+            self.host.submit(cut(request), self)
+        except NightjarError as error:
+            self.failed(error)
+
+
+def run(load: Load, config: SpeechLmConfig, host: VllmHost) -> Row:
+    """Runs a load to its end; tokens are stream-0 steps of the requests themselves, without null branches."""
+    done, talks = threading.Semaphore(0), list[_Talk]()
+    first, span = config.text_token_offset, config.text_token_end - config.text_token_offset
+    for number in range(load.requests):
+        body = (first + (number * 7919 + n * 104_729) % span for n in range(load.prompt - 1))
+        name, prompt = f"{load.load}-{number}", [config.specials.bos, *body]
+        draws = StreamSampling(0.6, 20), StreamSampling(0.8, 20)
+        script = Script(name, prompt, 1 << 20, number, *draws, load.rows > 0, load.cfg)
+        talks.append(_Talk(load, config, host, script, done))
+    moment = host.moment
+    steps, sequences, preempted = moment.steps, moment.sequence_steps, moment.preemptions
+    begin = time.perf_counter()
+    threading.Thread(target=lambda: [talk.start() for talk in talks], daemon=True).start()
+    for _ in talks:
+        done.acquire()
+    seconds = time.perf_counter() - begin
+    return {
+        **load._asdict(),
+        "tokens_per_s": load.requests * (load.text + load.rows) / seconds,
+        "seconds": seconds,
+        "engine_steps": moment.steps - steps,
+        "sequence_steps": moment.sequence_steps - sequences,
+        "preemptions": moment.preemptions - preempted,
+        "broken_pairs": sum(talk.broken for talk in talks),
+        "failures": [talk.failure for talk in talks if talk.failure][:5],
+    }
+
+
+def speechlm(bench: Bench, folder: Path) -> None:
+    """SpeechLM's backbone."""
+    from pipelines.vllm_engine.host import VllmHost
+
+    options, tiny = bench.options, bench.options.tiny
+    if all(entry.name != PLUGIN for entry in entry_points(group=PLUGIN_GROUP)):
+        # vLLM's own processes find our models where the package is not installed, as on a machine that has only a checkout.
+        write_package(folder, PLUGIN, PLUGIN_GROUP, "pipelines.vllm_engine.plugin:register")
+        os.environ |= environment_with(folder)
+        sys.path.insert(0, str(folder))
+    config = checkpoint.speechlm_config(folder, tiny)
+    spec = model_spec(config, share_prefixes=True)
+    count, prompt, third = max(options.requests), options.prompt, options.steps // 3
+    wanted = TokenModelOptions(
+        memory_share=None if tiny else 0.9,
+        slots=2 * count,
+        waiting_room=count,
+        max_context=256 if tiny else 2048,
+        step_tokens=None if tiny else 16_384,
+        tensor_parallel=options.tensor_parallel,
+    )
+    host = VllmHost(replace(spec, engine={**spec.engine, "load_format": "dummy"}), wanted)
+    try:
+        run(Load("warm", min(32, count), prompt, 8, 8, 2.0), config, host)
+        for number, part in itertools.product(options.requests, options.parts):
+            text = {"text": options.steps, "streams": 0}.get(part, options.steps - third)
+            rows = {"text": 0, "streams": options.steps}.get(part, third)
+            load = Load(part, number, prompt, text, rows, 3.0 if part == "pairs" else 1.0)
+            bench.attempt(f"{part} {number}", lambda load=load: bench.add(run(load, config, host)))
+    finally:
+        host.close()
 
 
 def main(given: list[str] | None = None) -> int:
     made = parser(__doc__)
-    made.add_argument("family", choices=FAMILIES)
+    made.add_argument("family", choices=("spark", "fish", "speechlm"))
     options = read(
-        made, given, parts=list(PARTS), engines=["native", "vllm"], requests=[64, 256, 512], turns=[0],
-        streams=[1, 64], voices=[20], seconds=10.0, known={"parts": PARTS, "engines": ("native", "vllm")},
+        made, given, parts=str, engines=["native", "vllm"], requests=int, turns=[0], streams=[1, 64], voices=[20], seconds=10.0,
+        prompt=120, steps=300, tensor_parallel=1, known={"engines": ("native", "vllm")},
     )  # fmt: skip
-    dtype = "float32" if options.device == "cpu" else "bfloat16"
-    kind = FAMILIES[options.family]
-    engines = [one for one in options.engines if one == "native" or find_spec("vllm")]
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = kind is Spark
-    facts: dict[str, Any] = {"codec_dtype": dtype, "seconds": options.seconds}
-    if "vllm" in engines:
-        from pipelines.vllm_engine.library import load_vllm
-
+    alone = options.family == "speechlm"
+    parts = SPEECHLM_PARTS if alone else PARTS
+    if unknown := set(options.parts) - set(parts):
+        made.error(f"{options.family} has no part {', '.join(unknown)}: {', '.join(parts)}")
+    options.parts = options.parts or list(parts)
+    options.requests = options.requests or ([512] if alone else [64, 256, 512])
+    facts: dict[str, Any] = {}
+    if alone or ("vllm" in options.engines and find_spec("vllm")):
         facts["vllm"] = load_vllm().__version__
-    bench = Bench(options.family, options, **facts, switch_ms=serves())
+    dtype = "float32" if options.device == "cpu" else "bfloat16"
+    facts |= {} if alone else {"codec_dtype": dtype, "seconds": options.seconds, "switch_ms": serves()}
+    bench = Bench(options.family, options, **facts)
+    bench.keep(options={name: value for name, value in vars(options).items() if name != "json"})
     with tempfile.TemporaryDirectory() as folder:
-        family = kind(bench, Path(folder) / "checkpoint")
-        for engine in engines:
-            parts = set(options.parts) - ({"streams"} if engine == "vllm" else set())
-            bench.attempt(engine, native if engine == "native" else vllm, family, parts)
+        (speechlm if alone else both_engines)(bench, Path(folder))
     return bench.end(
-        "part", "engine", "slots", "voices", "frames_per_turn", "ms", "audio_s_per_s", "p50_ms", "p95_ms"
+        "part", "load", "engine", "slots", "requests", "voices", "frames_per_turn", "ms", "audio_s_per_s", "p50_ms", "p95_ms",
+        "tokens_per_s", "seconds", "engine_steps", "sequence_steps", "broken_pairs",
     )  # fmt: skip
 
 

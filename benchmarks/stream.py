@@ -3,7 +3,7 @@
     python -m benchmarks.stream http://127.0.0.1:8000 --parts open --rates 10 20 50
     python -m benchmarks.stream http://127.0.0.1:8000 --parts listen --listeners 384
     python -m benchmarks.stream --peer http://127.0.0.1:8091 --parts open --rates 10
-    python -m benchmarks.stream --sizes 1b7 --parts client closed open --minutes 9
+    python -m benchmarks.stream --sizes 1b7 --parts closed open --minutes 9
     python -m benchmarks.stream --sizes 1b7 --parts cloning --clients 1 32
     python -m benchmarks.stream --sizes 1b7 --parts recovery
     python -m benchmarks.stream --sizes 1b7 --parts neutral --rates 1 5 10 20 40 --warm-up 15
@@ -18,8 +18,7 @@ requests more. Rows are written as soon as they are there.
 Clients run in processes of their own, on bare sockets. Time zero is just before the first
 byte of a request is written, on an open connection; the end is the first PCM byte. Requests are for 2 to 8 s of speech
 (`--seconds`; with `--text-lengths` only the text says how long). Every stream has a player that starts with its first chunk;
-an underrun is a moment at which it has nothing to play. Parts: `client` is the clients' own delay, on a server that answers at
-once; `closed` clients back to back; `open` Poisson arrivals at a rate, however many requests are under way, medians over
+an underrun is a moment at which it has nothing to play. Parts: `closed` are clients back to back; `open` Poisson arrivals at a rate, however many requests are under way, medians over
 `--seeds`; `listen` listeners in real time; `cloning` clients back
 to back whose requests have a recording of 8 s, by speaker vector and in context, the same one in each or a new one in each (the
 size's Base checkpoint gets a server of its own); `recovery` kills the engine under up to 32 clients (`--clients`) back to
@@ -59,7 +58,6 @@ from urllib.request import Request, urlopen
 
 import psutil
 
-from benchmarks import voices
 from benchmarks.clients import DRAIN_SECONDS, Plan, text_of
 from benchmarks.common import (
     ROOT,
@@ -68,15 +66,13 @@ from benchmarks.common import (
     Use,
     device_name,
     environment_with,
-    listener_pid,
     parser,
     read,
     table,
-    write_random_checkpoint,
 )
-from benchmarks.voices import recording
+from benchmarks.voices import plant, recording
 
-PARTS = ("client", "closed", "open", "listen", "recovery", "neutral", "cloning", "seed_tts")
+PARTS = ("closed", "open", "listen", "recovery", "neutral", "cloning", "seed_tts")
 #: The parts that clone need a checkpoint of another kind.
 CLONING = ("cloning", "seed_tts")
 #: Lengths of speech in Seed-TTS's English set: of the most frequent one; and what a request of `tts_bench` says besides.
@@ -129,7 +125,7 @@ def plan_of(options: argparse.Namespace, url: str) -> Plan:
     card = json.loads(body)["data"][0]
     own = not options.peer and card.get("owned_by") == "nightjar"
     voices = (card.get("capabilities") or {}).get("voices") if own else None
-    voice, rate = options.voice or next(iter(voices or ()), None), card.get("sample_rate", 24_000)
+    voice, rate = next(iter(voices or ()), None), card.get("sample_rate", 24_000)
     sized, seconds = own and not options.text_lengths, tuple(options.seconds)
     return Plan(url, card["id"], key, voice, rate, own, sized, seconds=seconds, fields=options.fields)
 
@@ -146,7 +142,7 @@ def measure(plan: Plan, pid: int | None, seeds: int = 1) -> Row:
 
 
 def _one_seed(plan: Plan, pid: int | None, seed: int) -> Row:
-    use = Use([] if pid is None else [pid], 0.25)
+    use = Use(pid, 0.25)
     shift = time.time() - time.monotonic()
     found, start = run_clients(plan, seed)
     count_from = start + plan.warm_up
@@ -164,19 +160,21 @@ def _one_seed(plan: Plan, pid: int | None, seed: int) -> Row:
 def run_clients(plan: Plan, seed: int = 0) -> tuple[list[dict[str, Any]], float]:
     """What each process of clients received, and the monotonic time of the start."""
     count = PROCESSES if plan.rate else min(PROCESSES, plan.clients, plan.clones or plan.clients)
-    command, pipes = [sys.executable, "-m", "benchmarks.clients"], {"stdin": -1, "stdout": -1}
-    workers = [subprocess.Popen(command, cwd=ROOT, text=True, **pipes) for _ in range(count)]
+    command, workers = [sys.executable, "-m", "benchmarks.clients"], list[subprocess.Popen[str]]()
+    for _ in range(count):
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        workers.append(subprocess.Popen(command, cwd=ROOT, text=True, **pipes))
 
     def tell(worker: subprocess.Popen[str], line: str) -> None:
-        worker.stdin.write(line + "\n")
-        worker.stdin.flush()
+        print(line, file=worker.stdin, flush=True)
 
     for number, worker in enumerate(workers):
         mine = {"rate": plan.rate / count, "clients": (plan.clients + number) // count}
         mine |= {"clones": (plan.clones + number) // count}
         tell(worker, json.dumps(asdict(replace(plan, seed=1 + 1000 * seed + number, **mine))))
     for worker in workers:
-        assert worker.stdout.readline() == "ready\n", "a process of clients ended before it was connected"
+        ready = worker.stdout.readline() if worker.stdout else ""
+        assert ready == "ready\n", "a process of clients ended before it was connected"
     start = time.monotonic() + START_SECONDS
     for worker in workers:
         tell(worker, repr(start))
@@ -189,6 +187,16 @@ def metric(plan: Plan, name: str) -> float:
     """A metric of a server; 0 if it has none of this name."""
     found = re.search(rf"^{name} (\S+)$", fetch(plan.url, "/metrics", plan.key)[1], re.MULTILINE)
     return float(found[1]) if found else 0.0
+
+
+def listener_of(url: str) -> int | None:
+    """The process that listens at an address; None where it is on another host or another user's."""
+    parts = urlsplit(url)
+    here = psutil.net_connections("tcp") if parts.hostname in ("127.0.0.1", "localhost", "::1") else []
+    listening = (
+        one for one in here if one.status == psutil.CONN_LISTEN and one.laddr[1:] == (parts.port or 80,)
+    )
+    return next((one.pid for one in listening if one.pid), None)
 
 
 def engine_of(pid: int) -> psutil.Process:
@@ -322,9 +330,12 @@ def served(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[tup
             out: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": file, "start_new_session": True}
             process = subprocess.Popen([sys.executable, *words], cwd=name, env=environment, **out)
         try:
-            said = process.stdout.readline()
-            url, until = json.loads(said)["url"] if said else "", time.monotonic() + READY_SECONDS
-            while fetch(url, "/health")[0] != 200 if url else True:
+            said, until = (
+                process.stdout.readline() if process.stdout else b"",
+                time.monotonic() + READY_SECONDS,
+            )
+            url = json.loads(said)["url"] if said else ""
+            while not url or fetch(url, "/health")[0] != 200:
                 if process.poll() is not None or time.monotonic() >= until:
                     end = log.read_text(errors="replace")[-3000:]
                     raise RuntimeError(f"The server did not become ready: {end}")
@@ -363,7 +374,7 @@ class StreamBench(Result):
 
     def measure_size(self, size: str) -> None:
         """The parts of a size, each on a checkpoint of the kind that it needs."""
-        self.size, chosen = size, [part for part in self.options.parts if part != "client"]
+        self.size, chosen = size, self.options.parts
         for kind, parts in {
             "custom_voice": [part for part in chosen if part not in CLONING],
             "base": [part for part in chosen if part in CLONING],
@@ -375,11 +386,11 @@ class StreamBench(Result):
         """A checkpoint of random weights, and a server of it."""
         options, facts = self.options, self.found.setdefault(f"facts_{size}", {})
         with tempfile.TemporaryDirectory(prefix="nightjar-stream-") as name:
-            checkpoint, texts = Path(name, size), (text_of(5.0, number) for number in range(400))
-            length = "--kind", kind, "--seconds", str(LONGEST_SECONDS)
-            facts["checkpoint_s"] = write_random_checkpoint(size, checkpoint, texts, options.device, *length)
-            model, device = f"planted-{size}-{kind}", {"device": "cpu"} if options.tiny else {}
-            voices.install(Path(name), model, checkpoint, keep_unfinished=True, **device)
+            length, lengths = ("--seconds", str(LONGEST_SECONDS)), [5.0] * 400
+            model, made = plant(
+                Path(name), size, kind, lengths, options.device, *length, keep_unfinished=True
+            )
+            facts["checkpoint_s"] = made["written_s"]
             stored = {"SPEECH_SERVE__VOICES_FOLDER": str(Path(name, "stored"))}
             words = ["-P", "-m", "jobs", "serve", "--model", model, "--port", "0", "--json"]
             began, environment = time.monotonic(), stored | self.server | environment_with(name)
@@ -420,14 +431,6 @@ class StreamBench(Result):
                 for clients in options.clients:
                     self.part(f"seed_tts {clients}", self._seed_tts, plan, pid, clients, like_seed_tts)
 
-    def client(self) -> None:
-        """The clients' own delay, on a server that answers at once."""
-        options = self.options
-        with served(["-m", "benchmarks.clients", "silence"], environment_with()) as (pid, url, _):
-            span = {"warm_up": 2 * options.warm_up, "duration": 2 * options.duration}
-            row = measure(replace(plan_of(options, url), rate=max(options.rates), **span), pid)
-            self.add({"system": "clients alone", **row})
-
     def _points(self, plan: Plan, pid: int | None, each: str, values: Sequence[float], *span: float) -> None:
         """A row for each value. `span`: seconds of the warm-up and of what counts, other than a closed point's."""
         options = self.options
@@ -466,7 +469,7 @@ def main() -> int:
     options = read(
         made, peer="", sizes=str, parts=["closed"], clients=[1, 8, 32, 64, 128],
         rates=[1.0, 10.0, 20.0, 50.0, 100.0], listeners=[384, 1000], seconds=[2.0, LONGEST_SECONDS], seeds=3,
-        warm_up=5.0, duration=15.0, requests=1088, texts="", field=str, short=False, voice=None, text_lengths=False, minutes=60.0,
+        warm_up=5.0, duration=15.0, requests=1088, texts="", field=str, short=False, text_lengths=False, minutes=60.0,
         known={"parts": PARTS, "sizes": ("0b6", "1b7", "tiny")},
     )  # fmt: skip
     if options.tiny:
@@ -484,8 +487,6 @@ def main() -> int:
     if not (url or options.sizes):
         made.error("give the address of a server, or --sizes")
     bench = StreamBench(options)
-    if "client" in options.parts:
-        bench.part("client", bench.client)
     if url:
         try:
             plan = plan_of(options, url)
@@ -494,9 +495,7 @@ def main() -> int:
                 f"The server does not answer ({error}). Start it, or give another address.", file=sys.stderr
             )
             return 2
-        parts, here = urlsplit(url), ("127.0.0.1", "localhost", "::1")
-        pid = listener_pid(parts.port or 80) if parts.hostname in here else None
-        bench.measure(plan, pid, options.parts)
+        bench.measure(plan, listener_of(url), options.parts)
     for size in options.sizes:
         bench.part(size, bench.measure_size, size)
     bad = any(row["failures"] or row.get("left_over") for row in bench.rows)

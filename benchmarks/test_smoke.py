@@ -63,7 +63,7 @@ def test_a_job_with_and_without_a_voice_that_costs_nothing(tmp_path: Path) -> No
 
 
 def test_streams(tmp_path: Path) -> None:
-    parts, more = ("--parts", "client", "closed", "neutral"), ("--clients", "2", "--rates", "0.5")
+    parts, more = ("--parts", "closed", "neutral"), ("--clients", "2", "--rates", "0.5")
     # The first requests of each client are counted, so that a slow machine has some too.
     more += ("--warm-up", "0", "--duration", "8", "--seeds", "1")
     found = run(tmp_path, "stream", "--tiny", *parts, *more)

@@ -1,26 +1,29 @@
-"""Voices for jobs whose every length is known, as what pip would install: a plug-in that imports nothing of the
-benchmarks, so it works with any version of the packages below.
+"""What benchmarks speak, clone and speak with: texts and recordings of any length; and voices whose every length is known, as
+what pip would install.
 
-`planted`: of a random checkpoint of Qwen3-TTS. A text's first word may be the number of its frames, which the engine does not
-know: as in `benchmarks.engine`, the weights draw the end at the first frame that `min_new_tokens` allows. Everything
-else is the family's own pipeline. `instant`: the same short sound for every request at no cost, to measure the path around
-an engine. `words_of` and `write_recordings` make what a job speaks and what it clones.
+`Planted` is of a random checkpoint of Qwen3-TTS. A text's first word may be the number of its frames, which the engine does
+not know: as in `benchmarks.engine`, the weights draw the end at the first frame that `min_new_tokens` allows. Everything else
+is the family's own pipeline. `Instant` gives the same short sound for every request at no cost, to measure the path around an
+engine. Imports no torch.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import os
-import shutil
+import subprocess
+import sys
+import time
 import wave
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.common import FRAMES_PER_SECOND, ROOT
 from pipelines import registry
 from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
 from pipelines.request import (
@@ -37,35 +40,6 @@ from pipelines.request import (
     SynthesisRequest,
     check_start,
 )
-
-#: The voice that costs nothing.
-INSTANT, RATE = "instant", 16_000
-
-
-def install(
-    folder: Path,
-    name: str = INSTANT,
-    checkpoint: Path | None = None,
-    *,
-    seconds: float = 0.12,
-    **options: Any,
-) -> None:
-    """Writes a package with a voice of this name for processes whose `PYTHONPATH` has the folder. `seconds`: of the instant
-    sound; `options`: with which a checkpoint is opened besides those of any model."""
-    module = name.replace("-", "_")
-    info = folder / f"{module}-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n{name} = {module}\n")
-    shutil.copyfile(__file__, folder / f"{module}.py")
-    path = None if checkpoint is None else str(checkpoint.absolute())
-    told = {"checkpoint": path, "seconds": seconds, "options": options}
-    (folder / f"{module}.json").write_text(json.dumps(told))
-
-
-def _installed() -> dict[str, Any]:
-    return json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-
 
 #: Harvard sentences, lists 1 and 2.
 SENTENCES = (
@@ -147,6 +121,10 @@ def write_recordings(folder: Path, count: int) -> list[float]:
         return list(threads.map(write, range(count)))
 
 
+#: The voice that costs nothing, and its samples a second.
+INSTANT, RATE = "instant", 16_000
+
+
 class InstantPipeline:
     """Answers inside `start`."""
 
@@ -172,27 +150,79 @@ class InstantPipeline:
         """Nothing to free."""
 
 
-def describe() -> ModelCard:
-    if (checkpoint := _installed()["checkpoint"]) is not None:
-        return registry.describe(checkpoint)
-    cost = {"seconds_per_character": 0.01, "rtf": 0.01}
-    return ModelCard(INSTANT, INSTANT, "cpu", RATE, InstantPipeline.capabilities, "1", **cost)
+@dataclass(frozen=True)
+class Instant:
+    """A sound of this length."""
+
+    seconds: float
+
+    def describe(self) -> ModelCard:
+        capabilities = InstantPipeline.capabilities
+        return ModelCard(
+            INSTANT, INSTANT, "cpu", RATE, capabilities, "1", seconds_per_character=0.01, rtf=0.01
+        )
+
+    def load(self, **_: Any) -> Pipeline:
+        return InstantPipeline(self.seconds)
 
 
-def load(**options: Any) -> Pipeline:
-    found = _installed()
-    if found["checkpoint"] is None:
-        return InstantPipeline(found["seconds"])
-    from pipelines.options import read_options
-    from pipelines.qwen3_tts.pipeline import PipelineOptions, Qwen3TTSPipeline
+@dataclass(frozen=True)
+class Planted:
+    """A random checkpoint, and options with which it is opened beside those of any model."""
 
-    class PlantedPipeline(Qwen3TTSPipeline):
-        """Made when a model is opened, since it imports torch."""
+    checkpoint: str
+    options: dict[str, Any]
 
-        def _begin(self, wanted: Any, info: Any, *how: Any) -> Any:
-            if (first := info.text.partition(" ")[0]).isdigit():
-                wanted = replace(wanted, sampling=replace(wanted.sampling, min_new_tokens=int(first)))
-            return super()._begin(wanted, info, *how)
+    def describe(self) -> ModelCard:
+        return registry.describe(self.checkpoint)
 
-    wanted = read_options(PipelineOptions, {**options, **found["options"]})
-    return PlantedPipeline(Path(found["checkpoint"]), wanted)
+    def load(self, **options: Any) -> Pipeline:
+        from pipelines.options import read_options
+        from pipelines.qwen3_tts.pipeline import PipelineOptions, Qwen3TTSPipeline
+
+        class PlantedPipeline(Qwen3TTSPipeline):
+            """Made when a model is opened, since it imports torch."""
+
+            def _begin(self, wanted: Any, info: Any, *how: Any, **more: Any) -> Listener:
+                if (first := info.text.partition(" ")[0]).isdigit():
+                    wanted = replace(wanted, sampling=replace(wanted.sampling, min_new_tokens=int(first)))
+                return super()._begin(wanted, info, *how, **more)
+
+        wanted = read_options(PipelineOptions, {**options, **self.options})
+        return PlantedPipeline(Path(self.checkpoint), wanted)
+
+
+def install(folder: Path, name: str, voice: Instant | Planted) -> None:
+    """Writes a package with a voice of this name for processes whose `PYTHONPATH` has the folder."""
+    module, kind = name.replace("-", "_"), type(voice).__name__
+    write_package(folder, name, ENTRY_POINT_GROUP, f"{module}:voice")
+    (folder / f"{module}.py").write_text(f"from benchmarks.voices import {kind}\n\nvoice = {voice!r}\n")
+
+
+def write_package(folder: Path, name: str, group: str, target: str) -> None:
+    """Writes what pip notes of an installed package with one entry point of this name."""
+    info = folder / f"{name.replace('-', '_')}-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {target}\n")
+
+
+def plant(
+    place: Path, size: str, kind: str, lengths: Sequence[float], device: str, *more: str, **options: Any
+) -> tuple[str, dict[str, Any]]:
+    """Writes a random checkpoint below a folder, and installs its voice there: the voice's name, and facts. `lengths`:
+    seconds of the texts that its tokenizer learns from; `more`: options of `benchmarks.checkpoint`. A process of its own
+    leaves no memory of the device taken."""
+    name, began = f"{size}-{kind}", time.perf_counter()
+    checkpoint, texts = place / name, place / f"{name}-texts"
+    place.mkdir(parents=True, exist_ok=True)
+    spoken = (
+        words_of(one, number, str(round(one * FRAMES_PER_SECOND))) for number, one in enumerate(lengths)
+    )
+    texts.write_text("\n".join(spoken), encoding="utf-8")
+    words = [sys.executable, "-m", "benchmarks.checkpoint", size, str(checkpoint), "--kind", kind, *more]
+    subprocess.run([*words, "--texts", str(texts), "--device", device], cwd=ROOT, check=True)
+    options |= {} if device.startswith("cuda") else {"device": device}
+    install(place, f"planted-{name}", Planted(str(checkpoint.absolute()), options))
+    gigabytes = sum(file.stat().st_size for file in checkpoint.rglob("*.safetensors")) / 1e9
+    return f"planted-{name}", {"written_s": time.perf_counter() - began, "gb": gigabytes}

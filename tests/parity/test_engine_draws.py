@@ -45,6 +45,7 @@ from tests.support.drawn import (
     uniform,
 )
 from tests.support.qwen3_golden import MAX_CONTEXT, Recorder, golden_model, make_core, random_request
+from tests.support.rounds import turn_until
 
 ALPHA = 1e-5
 CODEBOOKS = 5
@@ -147,8 +148,7 @@ def test_the_end_is_banned_for_so_many_draws_and_no_more(least: int, temperature
     requests = [GenerationRequest(str(seed), prompt, sampling, seed, 12) for seed in range(4)]
     for request in requests:
         core.add(request)
-    while core.busy:
-        core.step()
+    turn_until(lambda: not core.busy, core.step)
     assert [(len(heard.codes[request]), heard.finish[request]) for request in requests] == [
         (least, "eos")
     ] * 4

@@ -22,6 +22,7 @@ from tests.support.fish_checkpoint import GOLDEN as FISH
 from tests.support.golden_arrays import Thinned
 from tests.support.qwen3_golden import GOLDEN as QWEN3
 from tests.support.qwen3_golden import Recorder, golden_model, make_core, random_request
+from tests.support.rounds import turn_until
 from tests.support.vllm_kit import GOLDEN as SPARK
 
 #: From a plain log-softmax of our own logits, and of the published model's.
@@ -103,8 +104,7 @@ def measured(batch: list[GenerationRequest], **options: Any) -> tuple[Recorder, 
     core = make_core(golden_model("base"), heard, **options)
     for request in batch:
         core.add(request)
-    while core.busy:
-        core.step()
+    turn_until(lambda: not core.busy, core.step)
     return heard, [core.log_probabilities[request] for request in batch]
 
 

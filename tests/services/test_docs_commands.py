@@ -63,7 +63,7 @@ NOT_RUN: list[tuple[str, str]] = [
     ),
     (r"python -m tests\.conformance \w+ tests/golden/\w+", _PARITY),
     (
-        r"python -m benchmarks\.speechlm",
+        r"python -m benchmarks\.speech speechlm",
         "a benchmark of minutes on a GPU with vLLM; benchmarks/test_smoke.py reads its options",
     ),
     (

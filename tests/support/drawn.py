@@ -40,6 +40,7 @@ from pipelines.qwen3_tts.pipeline import sampling_params
 from pipelines.qwen3_tts.prompt import Prompt
 from pipelines.request import Generation
 from tests.support.listened import ListenedCore
+from tests.support.rounds import turn_until
 
 #: (float32 [n, vocab], float32 [residuals, n, codes]): the logits of the frame just made, a row a slot.
 Logits = tuple[Tensor, Tensor]
@@ -213,8 +214,7 @@ def drawn(
     for index in range(requests):
         sampling = settings[index % len(settings)].sampling
         core.add(GenerationRequest(str(index), prompt, sampling, seed_of(index, requests), frames + 1))
-    while core.busy:
-        core.step()
+    turn_until(lambda: not core.busy, core.step)
     return _placed(config, watched, heard, requests, frames, settings)
 
 

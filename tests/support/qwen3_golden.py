@@ -24,6 +24,7 @@ from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
 from pipelines.qwen3_tts.prompt import TokenizedTask, build_prompt
 from tests.support.golden_checkpoint import whole
 from tests.support.listened import ListenedCore
+from tests.support.rounds import turn_until
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_tts"
 MAX_CONTEXT = 256
@@ -131,6 +132,5 @@ def run_alone(model: Any, request: GenerationRequest) -> tuple[np.ndarray, str]:
     heard = Recorder()
     core = make_core(model, heard, slots=1)
     core.add(request)
-    while core.busy:
-        core.step()
+    turn_until(lambda: not core.busy, core.step)
     return heard.codes[request], heard.finish[request]

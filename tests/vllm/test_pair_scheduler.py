@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.rounds import turn_until
 from tests.support.vllm_kit import require_vllm
 
 require_vllm()
@@ -188,8 +189,7 @@ def test_kv_of_generated_frames_is_shared_by_nobody_and_that_of_prompts_is(priva
     run = Run(made, late=False)
     first = hashed("first", list(range(10, 10 + prompt)), written + 1, NEVER, **{PRIVATE: private})
     made.add_request(first)
-    while not first.is_finished():
-        run.step()
+    turn_until(first.is_finished, run.step)
     ids = list(first.all_token_ids)
     assert len(ids) == prompt + written + 1
     for name in ("same", "other"):

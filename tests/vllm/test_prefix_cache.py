@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.support.rounds import turn_until
 from tests.support.vllm_kit import require_vllm
 
 require_vllm()
@@ -99,8 +100,7 @@ class Memory(Run):
         )
 
     def finish(self) -> None:
-        while self.scheduler.has_unfinished_requests():
-            self.step()
+        turn_until(lambda: not self.scheduler.has_unfinished_requests(), self.step)
 
     def _model(self, planned: Any) -> Any:
         self._take_blocks(planned)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from kernels import binaries
+from tests.support.rounds import wait_until
 
 HOPPER = (9, 0)
 #: A compiler that counts its runs beside itself and writes what it was asked for.
@@ -119,8 +119,7 @@ def test_processes_that_start_together_compile_once(machine: Path) -> None:
 def test_a_process_that_died_while_it_compiled_holds_nobody_up(machine: Path) -> None:
     (machine / "bin/nvcc").write_text('#!/bin/sh\necho $$ > "$(dirname $0)/busy"; exec sleep 300\n')
     process = subprocess.Popen([sys.executable, "-c", ASK, str(machine / "sources")], start_new_session=True)
-    while not (machine / "bin/busy").exists():
-        time.sleep(0.05)
+    wait_until((machine / "bin/busy").exists)
     process.kill()
     process.wait()
     (machine / "bin/nvcc").write_text(NVCC)

@@ -17,6 +17,7 @@ from pipelines.engine.scheduler import FIRST_PATIENCE, MAX_PATIENCE, BatchLimit,
 from pipelines.engine.state import PagedKV, SamplingParams, SlotState
 from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import Recorder
+from tests.support.rounds import turn_until
 
 SLOTS = 16
 
@@ -86,14 +87,13 @@ class Load:
 
     def run(self, turns: int) -> None:
         for _ in range(turns):
-            while len(self.core.scheduler.waiting) < SLOTS:
+            for _ in range(SLOTS - len(self.core.scheduler.waiting)):
                 self.core.add(GenerationRequest(str(self.sent), Words(), SamplingParams(), self.sent, 6))
                 self.sent += 1
             self.core.step()
 
     def end(self) -> None:
-        while self.core.busy:
-            self.core.step()
+        turn_until(lambda: not self.core.busy, self.core.step)
 
 
 def test_the_batch_is_full_again_when_the_memory_is_back() -> None:
@@ -162,8 +162,7 @@ def test_all_slots_for_long_make_the_patience_short_again(turns: int) -> None:
     limit = BatchLimit(8)
     for _ in range(5):
         limit.reduce(8)
-    while limit.now < 8:
-        limit.record_success(limit.now)
+    turn_until(lambda: limit.now >= 8, lambda: limit.record_success(limit.now), 8 * MAX_PATIENCE)
     for _ in range(turns):
         limit.record_success(8)
     limit.reduce(8)

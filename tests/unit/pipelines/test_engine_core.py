@@ -20,6 +20,7 @@ from pipelines.engine.state import PagedKV, SamplingParams, SlotState
 from pipelines.errors import ErrorCode, SynthesisError
 from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import Recorder, golden_model, make_core, random_request, run_alone
+from tests.support.rounds import turn_until
 
 GREEDY = SamplingParams(temperature=0.0, residual_temperature=0.0)
 
@@ -45,11 +46,7 @@ def crowded_pair() -> Sequence[GenerationRequest]:
 
 
 def run(core: ListenedCore, limit: int = 2000) -> None:
-    for _ in range(limit):
-        if not core.busy:
-            return
-        core.step()
-    raise AssertionError("the engine never came to rest")
+    turn_until(lambda: not core.busy, core.step, limit)
 
 
 def test_what_can_never_fit_is_refused_and_the_rest_runs() -> None:
@@ -77,11 +74,9 @@ def test_what_does_not_fit_now_waits_and_comes_out_the_same() -> None:
     core = make_core(golden_model("base"), heard, slots=3, pages=24)
     for request in many:
         core.add(request)
-    most = 0
-    while core.busy:
-        core.step()
-        most = max(most, len(core.scheduler.running))
-    assert 1 < most <= 3
+    running: list[int] = []
+    turn_until(lambda: not core.busy, lambda: (core.step(), running.append(len(core.scheduler.running))))
+    assert 1 < max(running) <= 3
     assert set(heard.codes) == set(many)
 
 
@@ -263,9 +258,8 @@ def test_a_request_that_starts_again_takes_no_place_in_the_waiting_room() -> Non
     core = make_core(golden_model("base"), heard := Recorder(), pages=needed + 1, reserve_frames=0)
     for request in pair:
         core.add(request)
-    while not core.scheduler.preempted:
-        assert core.busy, "nobody had to make way: the test has too many pages"
-        core.step()
+    turn_until(lambda: core.scheduler.preempted or not core.busy, core.step)
+    assert core.busy, "nobody had to make way: the test has too many pages"
     assert (core.scheduler.preempted, len(core.scheduler.waiting)) == (1, 1)
     core.abort(core.scheduler.waiting[0].request.request_id)
     assert (core.scheduler.preempted, len(core.scheduler.waiting)) == (0, 0)

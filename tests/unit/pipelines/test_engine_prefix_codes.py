@@ -19,6 +19,7 @@ from pipelines.engine.state import PagedKV, SlotState
 from tests.support.evictions import Evictions
 from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import Recorder, golden_model, make_core, random_request, run_alone
+from tests.support.rounds import turn_until
 
 #: Positions of the voices' prefixes; pages have 8, and chunks 16.
 LENGTHS = (27, 30, 40)
@@ -79,11 +80,7 @@ def requests(count: int, seed: int, frames: int) -> list[GenerationRequest]:
 
 
 def run(core: ListenedCore) -> None:
-    for _ in range(4000):
-        if not core.busy:
-            return
-        core.step()
-    raise AssertionError("the engine never came to rest")
+    turn_until(lambda: not core.busy, core.step)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from pipelines.engine.scheduler import PrefixCache, Scheduler, Utterance
 from pipelines.engine.state import PagedKV
 from pipelines.errors import ErrorCode
 from tests.support.prefix_rig import CPU, PAGE, Device, Run, request
+from tests.support.rounds import turn_until
 from tests.unit.pipelines.test_engine_thread import Waiter
 
 #: What happens, as often as it stands here.
@@ -115,8 +116,7 @@ def test_admission_counts_the_pages_of_prefixes_that_nobody_reads() -> None:
 def test_admission_does_not_count_the_pages_of_a_known_prefix_again() -> None:
     run = Run(slots=2, pages=9)
     run.add(request(0, 1, 16, 2, frames=9))
-    while not run.known:
-        run.step()
+    turn_until(lambda: run.known, run.step)
     assert run.core.scheduler.prefixes.free == 4, "as many as the shared positions alone have"
     run.add(request(1, 1, 16, 2, frames=2))
     run.step()

@@ -12,6 +12,7 @@ from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, NightjarError
 from tests.support.listened import ListenedCore
+from tests.support.rounds import turn_until
 from tests.support.simulated_engine import FRAME_SECONDS, SimulatedDevice, Words
 
 #: Seconds of a frame of Qwen3-TTS, Fish Speech and SparkTTS.
@@ -130,8 +131,7 @@ def test_the_engine_ends_the_ones_that_run_away_and_no_others(stream: bool, guar
         device.codes_of[seed], device.frames_of[seed] = codes, 201
         limit = 80 if seed in endless else None
         core.add(GenerationRequest(str(seed), Words(), SamplingParams(), seed, 400, stream, longest=limit))
-    while core.busy:
-        core.step()
+    turn_until(lambda: not core.busy, core.step)
     runaway = {seed for seed, end in heard.ended.items() if end == ErrorCode.SYNTH_RUNAWAY}
     assert runaway == ({*loops, *endless} if guarded else set())
     assert {end for seed, end in heard.ended.items() if seed not in runaway} == {"eos"}

@@ -13,6 +13,7 @@ from pipelines.engine.engine import Engine
 from pipelines.engine.executor import EagerExecutor
 from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import MAX_CONTEXT, Recorder, golden_model, random_request, run_alone
+from tests.support.rounds import turn_until
 from tests.support.simulated_engine import Simulation
 
 
@@ -34,9 +35,13 @@ def test_a_request_waits_prefilled_for_a_row_and_says_the_same(frames_per_turn: 
     for request in members:
         core.add(request)
     ahead = 0
-    while core.busy:
+
+    def turn() -> None:
+        nonlocal ahead
         core.step()
         ahead += sum(one.prefilled == one.last and one.started == 0 for one in core.scheduler.running)
+
+    turn_until(lambda: not core.busy, turn)
     assert max(batches) == 4
     assert batches.count(4) > len(batches) // 2
     assert ahead > 0, "nobody was prefilled ahead"

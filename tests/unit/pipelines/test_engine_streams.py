@@ -16,6 +16,7 @@ from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode
 from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import Recorder, golden_model, make_core, random_request, run_alone
+from tests.support.rounds import turn_until
 from tests.support.simulated_engine import FRAME_SECONDS, Simulation
 from tests.unit.pipelines.test_engine_thread import SECONDS, Backlog, Waiter, make_engine
 
@@ -37,11 +38,7 @@ def requests(
 
 
 def run(core: ListenedCore) -> None:
-    for _ in range(4000):
-        if not core.busy:
-            return
-        core.step()
-    raise AssertionError("the engine never came to rest")
+    turn_until(lambda: not core.busy, core.step)
 
 
 @pytest.fixture
@@ -172,10 +169,13 @@ def test_a_stream_that_needs_pages_takes_them_from_whole_utterances(still: list[
     for request in (*whole, stream):
         core.add(request)
     others, (listening,) = list(core.scheduler.waiting), core.scheduler.waiting_streams
-    while stream not in heard.codes:
+
+    def turn() -> None:
         assert listening.run == 0, "the stream made way"
         core.step()
         still[0] += FRAME_SECONDS
+
+    turn_until(lambda: stream in heard.codes, turn)
     run(core)
     assert any(one.run > 1 for one in others), "nobody had to make way: the test has too many pages"
     assert len(heard.codes) == 4

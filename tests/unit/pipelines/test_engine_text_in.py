@@ -23,6 +23,7 @@ from tests.support.qwen3_golden import (
     random_sampling,
     run_alone,
 )
+from tests.support.rounds import turn_until, wait_until
 from tests.unit.pipelines.test_engine_thread import Waiter, make_engine
 
 FRAMES = 30
@@ -65,11 +66,7 @@ def core_of(heard: Recorder, **options: Any) -> ListenedCore:
 
 
 def run(core: ListenedCore) -> None:
-    for _ in range(4000):
-        if core.idle:
-            return
-        core.step()
-    raise AssertionError("the engine never came to rest")
+    turn_until(lambda: core.idle, core.step)
 
 
 @pytest.mark.parametrize("clone", [False, True])
@@ -114,9 +111,8 @@ def test_a_stream_whose_text_is_used_up_takes_no_frames_and_others_go_on() -> No
             "what was made is heard before it waits"
         )
     core.add(other)
-    while other not in heard.codes:
-        assert not core.idle
-        core.step()
+    turn_until(lambda: other in heard.codes or core.idle, core.step)
+    assert other in heard.codes
     assert starved.made == 9
     assert core.idle
     assert core.busy
@@ -215,8 +211,7 @@ def test_the_engine_rests_while_all_streams_wait_for_text_and_wakes_when_it_come
     np.testing.assert_array_equal(waiter.wait().codes, writer.codes())
     silent, starved = Waiter(), Writer(15)
     engine.submit(starved.open, silent)
-    while not (engine.core.scheduler.running and engine.core.idle):
-        pass
+    wait_until(lambda: engine.core.scheduler.running and engine.core.idle)
     turns = len(steps)
     engine.append(starved.open, starved.left, True)
     np.testing.assert_array_equal(silent.wait().codes, starved.codes())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from tests.support.qwen3_golden import MAX_CONTEXT, golden_model, random_request, run_alone
+from tests.support.rounds import wait_until
 
 OPTIONS = EngineOptions(pages=64, page_size=8, max_context=MAX_CONTEXT, prefill_chunk=16)
 
@@ -239,8 +239,7 @@ def test_close_fails_what_runs_and_refuses_what_comes() -> None:
     assert model.asked.wait(SECONDS)
     closing = threading.Thread(target=engine.close)
     closing.start()
-    while not engine.closing:
-        time.sleep(0.001)
+    wait_until(lambda: engine.closing)
     model.may.set()
     closing.join()
     engine.close()

@@ -73,8 +73,9 @@ def test_a_context_waits_for_a_slot_as_long_as_its_listener_has_something_to_hea
         context = context_of(model, gate, message, stream_queue_seconds=0.0)
         context.add(message)
         task = asyncio.create_task(context.run())
-        while not (gate.waiting and others and others[0].done()) and not task.done():
-            await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            while not (gate.waiting and others and others[0].done()) and not task.done():
+                await asyncio.sleep(0)
         if waits:
             others[0].result().disconnect()
         else:

@@ -19,6 +19,7 @@ from pipelines.serving.connections import (
     WebSocketProtocol,
 )
 from tests.support.fakes import FakeClock
+from tests.support.rounds import turn_until
 
 UPGRADE = (
     b"GET /tts/websocket HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -93,8 +94,9 @@ async def opened() -> tuple[WebSocketProtocol, Transport, Loop]:
     protocol = WebSocketProtocol(Connections(8, header_seconds=1.0), **given)
     protocol.connection_made(transport)
     protocol.data_received(UPGRADE)
-    while not transport.written:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        while not transport.written:
+            await asyncio.sleep(0)
     transport.written = b""
     return protocol, transport, loop
 
@@ -139,8 +141,10 @@ def test_a_message_has_a_maximum_of_frames(pieces: int) -> None:
     async def play() -> None:
         protocol, transport, loop = await opened()
         protocol.data_received(FIRST + NEXT * pieces + LAST)
-        while loop.timers and not protocol.close_sent and protocol.queue.empty():
-            loop.timers.pop()[1]()
+        turn_until(
+            lambda: not loop.timers or protocol.close_sent or not protocol.queue.empty(),
+            lambda: loop.timers.pop()[1](),
+        )
         if pieces < MAX_FRAMES:
             assert protocol.queue.get_nowait() == {"type": "websocket.receive", "text": ""}
         else:
@@ -186,8 +190,9 @@ def test_a_client_that_pauses_behind_more_chunks_than_its_rate_has_not_ended() -
         assert transport.reads
         assert not transport.written
         protocol.data_received(b"0\r\n\r\n")
-        while not transport.written:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            while not transport.written:
+                await asyncio.sleep(0)
         assert transport.written.startswith(b"HTTP/1.1 200")
         assert b"".join(bodies) == b"a" * 3000
 

@@ -15,6 +15,7 @@ from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.request import AudioChunk, Capabilities, Done, Event, Failed, Listener, Speech
 from pipelines.tokens import Tokens
+from tests.support.rounds import wait_until
 from tests.unit.pipelines.test_results import REQUEST, Chunks, Host, Pipeline, Ramp, say
 
 
@@ -88,9 +89,7 @@ def test_a_stream_that_is_ended_leaves_the_engine(host: Host, pipeline: Pipeline
     handle.cancel()
     handle.cancel()
     assert len(host.cancelled) == 1
-    wait = threading.Event()
-    while not receivers:
-        wait.wait(0.01)
+    wait_until(lambda: receivers)
     receivers[0].failed(SynthesisError(ErrorCode.SYNTH_ABORTED, "too late"))
     assert not heard.outcomes
 

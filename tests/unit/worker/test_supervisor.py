@@ -26,6 +26,7 @@ from jobs.worker_group import (
 from pipelines.child_process import Child
 from pipelines.errors import ConfigError, ErrorCode, ModelError
 from pipelines.ipc import Channel
+from tests.support.rounds import wait_until
 from worker.supervisor import report, report_end, report_refusal
 
 #: A child that says up when its GPU is in `up`, finishes items when it is in `works`, sends its last message
@@ -294,12 +295,21 @@ class Failing:
         )
         self.group.start()
 
+    def wait_for(self, number: int) -> None:
+        """Waits until a member runs."""
+
+        def runs() -> bool:
+            self.group.poll()
+            return self.group.members[number].child is not None
+
+        wait_until(runs)
+
     def end(self, number: int, count: int = 1) -> None:
         """Kills a member so many times, each time as soon as it runs again."""
         member = self.group.members[number]
         for _ in range(count):
-            while member.child is None:
-                self.group.poll()
+            self.wait_for(number)
+            assert member.child is not None
             member.child.kill()
             member.child.wait()
             self.quarantines += [ended.reason for ended, _ in self.group.poll() if ended.quarantined]
@@ -324,8 +334,7 @@ def test_a_finished_item_begins_a_new_count(failing: Callable[[int], Failing]) -
     group = failing(1)
     for _ in range(3):
         group.end(0, CRASHES - 1)
-        while not group.group.processes:
-            group.group.poll()
+        group.wait_for(0)
         group.group.finished(group.group.members[0], time.monotonic())
     assert group.quarantines == []
     group.end(0, CRASHES)
@@ -336,8 +345,7 @@ def test_a_finished_item_begins_a_new_count(failing: Callable[[int], Failing]) -
 def test_a_long_life_begins_a_new_count(failing: Callable[[int], Failing]) -> None:
     group = failing(1)
     group.end(0, CRASHES - 1)
-    while not group.group.processes:
-        group.group.poll()
+    group.wait_for(0)
     group.group.members[0].started_at -= HEALTHY_SECONDS
     group.end(0, CRASHES - 1)
     assert group.quarantines == []
