@@ -61,9 +61,10 @@ def test_joules_count_from_the_first_reading_and_are_read_four_times_a_second(nv
     before = board_joules()
     assert before is not None
     nvml.millijoules = 5_000_000 + 2_500
+    began, known = time.monotonic(), nvml.readings
     for _ in range(100):
         board_joules()
-    assert nvml.readings <= 2
+    assert nvml.readings - known <= 1 + 4 * (time.monotonic() - began)
     time.sleep(KEPT_SECONDS)
     assert board_joules() == before + 2.5
     nvml.millijoules = None
