@@ -224,7 +224,7 @@ class TestConnections:
 
     def test_a_server_without_descriptors_answers_and_says_so_once(self, log: Path) -> None:
         with process(log, "connections=100_000, header_seconds=3000.0") as (running, url):
-            assert httpx2.get(f"{url}/health", trust_env=False).status_code == 200
+            assert httpx2.get(f"{url}/health", timeout=PATIENCE_SECONDS, trust_env=False).status_code == 200
             used = len(os.listdir(f"/proc/{running.pid}/fd"))
             hard = resource.prlimit(running.pid, resource.RLIMIT_NOFILE)[1]
             resource.prlimit(running.pid, resource.RLIMIT_NOFILE, (used + 4, hard))
@@ -262,7 +262,7 @@ class TestConnections:
     def test_the_limit_of_descriptors_is_raised_for_the_connections_that_may_be(self, log: Path) -> None:
         with process(log, "connections=700", descriptors=(400, 1000)) as (running, url):
             assert resource.prlimit(running.pid, resource.RLIMIT_NOFILE)[0] == 700 + 256
-            assert httpx2.get(f"{url}/health", trust_env=False).status_code == 200
+            assert httpx2.get(f"{url}/health", timeout=PATIENCE_SECONDS, trust_env=False).status_code == 200
 
 
 #: A server of `Voice` in a process of its own, for what would take its descriptors or its end from the tests'
@@ -323,7 +323,11 @@ class TestStuckModels:
             for connection in held:
                 connection.sendall(request_bytes("hold"))
             metrics = f"speech_server_running {len(held)}.0"
-            wait_until(lambda: metrics in httpx2.get(f"{url}/metrics", trust_env=False).text)
+            wait_until(
+                lambda: (
+                    metrics in httpx2.get(f"{url}/metrics", timeout=PATIENCE_SECONDS, trust_env=False).text
+                )
+            )
             running.send_signal(signal.SIGTERM)
             assert running.wait(SOON_SECONDS) == 0
             for connection in held:
