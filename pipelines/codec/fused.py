@@ -17,7 +17,7 @@ from functools import cache
 from importlib import import_module
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,93 +57,110 @@ _ops = torch.ops.nightjar
 Linear = tuple[Tensor, Tensor]
 
 
-class _Next(NamedTuple):
-    """The snake that an op applies to its result, and the part of the state that holds the past inputs of the
-    next op."""
+class Reader(NamedTuple):
+    """The op that reads an activated result: its snake, which the op before it applies, and the other steps that it
+    reads: the past ones in `span` if it is causal, or `margin` steps of zeros on either side if it is centred."""
 
     snake: Snake
-    span: StateSpan
+    span: StateSpan | None = None
+    margin: int = 0
+
+    def buffer(self, like: Tensor, steps: int, past: Past | None) -> tuple[Tensor, int, int]:
+        """An input of so many steps that are still to be written, [B, lead + steps, channels], its lead, and the
+        number of values before its first step."""
+        channels, margin = len(self.snake.gain), self.margin
+        if past is None or self.span is None:
+            return margined(like, steps, channels, margin), 2 * margin, margin * channels
+        lead = self.span.steps
+        buffer = like.new_empty(len(like), lead + steps, channels)
+        buffer[:, :lead] = self.span.of(past.before)
+        return buffer, lead, lead * channels
+
+    def settle(self, a: Tensor, past: Past | None) -> Tensor:
+        """Stores the last steps of a complete input for the next chunk; returns the input."""
+        if past is not None and self.span is not None:
+            self.span.of(past.after).copy_(a[:, a.shape[1] - self.span.steps :])
+        return a
 
 
 class FusedUnit:
-    """A residual unit: one kernel, or one for each convolution if it has too many channels. `after` is the
-    snake of the next op."""
+    """A residual unit: one kernel, or one for each convolution if it has too many channels. `after` reads its
+    result."""
 
-    def __init__(self, wide: Linear, narrow: Linear, dilation: int, inner: Snake, after: Snake) -> None:
+    def __init__(self, wide: Linear, narrow: Linear, dilation: int, inner: Snake, after: Reader) -> None:
         """`wide`: weight [C, C, taps] and bias of the dilated convolution; `narrow`: weight [C, C] and bias; both
         with the output channel first. `inner`: the snake between them."""
         (weight1, bias1), (weight2, bias2) = wide, narrow
-        self._dilation, self._inner, self._after = dilation, inner, after
+        self._dilation, self._inner, self.after = dilation, inner, after
         self._taps = weight1.shape[2]
         self._whole = len(bias1) <= WIDEST_UNIT
-        self._weight1, self._bias1 = tap_major(weight1), bias1.float()
-        self._weight2, self._bias2 = weight2.T.contiguous(), bias2.float()
-        self._packed = codec_cuda.chosen(self._weight1, self._weight2, self._dilation)
+        self._first = tap_major(weight1), bias1.float()
+        self._second = weight2.T.contiguous(), bias2.float()
+        self._packed = codec_cuda.chosen(self._first[0], self._second[0], self._dilation)
 
     def __call__(
-        self,
-        a: Tensor,
-        lead: int,
-        x: Tensor,
-        raw: Tensor | None,
-        active: Tensor,
-        active_lead: int,
-        ends: Tensor | None = None,
-        open_ends: bool = False,
+        self, a: Tensor, lead: int, x: Tensor, into: tuple[Tensor | None, Tensor, int], **stop: Any
     ) -> None:
-        """See `kernels.codec_ops.codec_active_unit`. `a`: [B, lead + T, C], the history and then snake(x); `x`
-        and `raw`: [B, T, C]."""
-        stop = {"ends": ends, "open_ends": open_ends}
-        first, second = (self._weight1, self._bias1), (self._weight2, self._bias2)
-        after = (raw, active, active_lead, *self._after)
+        """See `kernels.codec_ops.codec_active_unit`. `a`: [B, lead + T, C], the history and then snake(x); `x`:
+        [B, T, C]; `into`: raw, active and active_lead; `stop`: ends and open_ends."""
+        after = (*into, *self.after.snake)
         if self._whole:
             _ops.codec_active_unit(
-                a, lead, x, *first, *self._inner, *second, self._dilation, *after, **stop, packed=self._packed
-            )
+                a, lead, x, *self._first, *self._inner, *self._second, self._dilation, *after, **stop, packed=self._packed
+            )  # fmt: skip
             return
         hidden = torch.empty_like(x)
         _ops.codec_active_conv(
-            a, lead, *first, self._taps, self._dilation, None, None, hidden, 0, *self._inner, **stop
+            a, lead, *self._first, self._taps, self._dilation, None, None, hidden, 0, *self._inner, **stop
         )
-        _ops.codec_active_conv(hidden, 0, *second, 1, 1, x, *after, **stop)
+        _ops.codec_active_conv(hidden, 0, *self._second, 1, 1, x, *after, **stop)
 
 
-class _Block:
-    """Transposed convolution and three residual units."""
+#: The arguments of a `FusedUnit` except its reader.
+UnitParts = tuple[Linear, Linear, int, Snake]
 
-    def __init__(self, block: UpsampleBlock, after: _Next) -> None:
-        self.span, self.rate = block.span, block.rate
-        self.weight, self.bias = block.weight, block.bias.float().repeat(block.rate)
-        self.channels = len(block.bias)
-        units = block.units
+
+class FusedBlock:
+    """A transposed convolution, which is a convolution of few taps, and residual units, all of them causal or all
+    centred."""
+
+    def __init__(self, up: Linear, rate: int, units: Sequence[UnitParts], readers: Sequence[Reader]) -> None:
+        """`up`: weight [taps * Cin, rate * Cout] and bias [Cout]; `readers`: one of each unit's input, and the one
+        of the result."""
+        self.rate, self._first = rate, readers[0]
         # Each step of the transposed convolution becomes `rate` steps of the first unit.
-        first = Snake(*(values.repeat(block.rate) for values in units[0].first))
-        self.first = _Next(first, units[0].span)
-        self.units: list[tuple[FusedUnit, _Next]] = []
-        for unit, following in zip(units, [*(_Next(unit.first, unit.span) for unit in units[1:]), after]):
-            fused = FusedUnit(unit.wide, unit.narrow, unit.dilation, unit.second, following.snake)
-            self.units.append((fused, following))
+        self._weight, self._bias = up[0], up[1].float().repeat(rate)
+        self._snake = [values.repeat(rate) for values in self._first.snake]
+        self._units = [FusedUnit(*parts, after) for parts, after in zip(units, readers[1:])]
+        # Only a causal op never reads what follows the end of a row.
+        self._open_ends = not self._first.margin
 
     def __call__(
         self, a: Tensor, lead: int, past: Past | None, before: Tensor | None, ends: Tensor | None
     ) -> tuple[Tensor, int]:
-        """Activated [B, lead + T, 2 * channels] -> the next op's activated input and its lead (steps of
-        history); `before`, `ends`: where the rows end in the block's input and its output."""
-        rows, steps = a.shape[0], (a.shape[1] - lead) * self.rate
-        x = a.new_empty(rows, steps, self.channels)
-        following, ahead = _buffer(a, steps, self.channels, self.first.span, past)
-        first = self.first
-        into = (x, following, ahead * self.channels, *first.snake)
+        """Activated [B, lead + T, Cin] -> the next op's activated input and its lead (the steps in it that are not
+        new); `before`, `ends`: where the rows end in the block's input and its output."""
+        steps, reader = (a.shape[1] - lead) * self.rate, self._first
+        x = a.new_empty(len(a), steps, len(reader.snake.gain))
+        following, ahead, offset = reader.buffer(a, steps, past)
+        taps, into = len(self._weight) // a.shape[2], (x, following, offset, *self._snake)
         _ops.codec_active_conv(
-            a, lead, self.weight, self.bias, 2, 1, None, *into, ends=before, open_ends=True
+            a, lead, self._weight, self._bias, taps, 1, None, *into, ends=before, open_ends=self._open_ends
         )
-        for unit, after in self.units:
-            a, lead = _settle(following, ahead, first.span, past), ahead
-            following, ahead = _buffer(a, steps, self.channels, after.span, past)
-            raw = None if after is self.units[-1][1] else torch.empty_like(x)
-            unit(a, lead, x, raw, following, ahead * self.channels, ends, True)
-            x, first = (x if raw is None else raw), after
-        return _settle(following, ahead, first.span, past), ahead
+        for unit in self._units:
+            a, lead = reader.settle(following, past), ahead
+            reader = unit.after
+            following, ahead, offset = reader.buffer(a, steps, past)
+            raw = None if unit is self._units[-1] else torch.empty_like(x)
+            unit(a, lead, x, (raw, following, offset), ends=ends, open_ends=self._open_ends)
+            x = x if raw is None else raw
+        return reader.settle(following, past), ahead
+
+
+def _causal_block(block: UpsampleBlock, after: Reader) -> FusedBlock:
+    readers = [*(Reader(unit.first, unit.span) for unit in block.units), after]
+    units = [(unit.wide, unit.narrow, unit.dilation, unit.second) for unit in block.units]
+    return FusedBlock((block.weight, block.bias), block.rate, units, readers)
 
 
 class FusedStack:
@@ -154,11 +171,11 @@ class FusedStack:
 
     def __init__(self, stack: ConvStack) -> None:
         stem, head = stack.stem, stack.head
-        self._stem_span, self._stem_taps = stem.span, stem.weight.shape[2]
-        self._stem_weight, self._stem_bias = tap_major(stem.weight), stem.bias.float()
-        entries = [_Next(block.snake, block.span) for block in stack.blocks] + [_Next(stack.snake, head.span)]
-        self._entry = entries[0]
-        self._blocks = [_Block(block, after) for block, after in zip(stack.blocks, entries[1:])]
+        self._stem_span = stem.span
+        self._stem = tap_major(stem.weight), stem.bias.float(), stem.weight.shape[2], 1, None
+        readers = [Reader(part.snake, part.span) for part in stack.blocks] + [Reader(stack.snake, head.span)]
+        self._entry = readers[0]
+        self._blocks = [_causal_block(block, after) for block, after in zip(stack.blocks, readers[1:])]
         rates = [block.rate for block in stack.blocks]
         #: Number of samples for each step of each block's input, and of the head's input.
         self._step_samples = [*accumulate(rates[::-1], mul, initial=1)][::-1]
@@ -166,7 +183,7 @@ class FusedStack:
         weight, bias = (
             (head.weight / HEADROOM, head.bias / HEADROOM) if stack.tanh else (head.weight, head.bias)
         )
-        self._head_weight, self._head_bias = weight[0].T.contiguous(), bias.float()
+        self._head = weight[0].T.contiguous(), bias.float()
 
     def __call__(self, x: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
         """`lengths`: the number of samples that are needed of each row. Later samples are undefined, since
@@ -176,15 +193,13 @@ class FusedStack:
             lead = self._stem_span.steps
             x = torch.cat((past.swap(self._stem_span, x), x), dim=1)
         entry = self._entry
-        width = len(self._stem_bias)
-        a, ahead = _buffer(x, x.shape[1] - lead, width, entry.span, past)
-        into = (None, a, ahead * width, *entry.snake)
-        stem = (self._stem_weight, self._stem_bias, self._stem_taps, 1, None)
-        _ops.codec_active_conv(x, lead, *stem, *into, ends=ends[0], open_ends=True)
-        a = _settle(a, ahead, entry.span, past)
+        a, ahead, offset = entry.buffer(x, x.shape[1] - lead, past)
+        into = (None, a, offset, *entry.snake)
+        _ops.codec_active_conv(x, lead, *self._stem, *into, ends=ends[0], open_ends=True)
+        a = entry.settle(a, past)
         for block, before, after in zip(self._blocks, ends, ends[1:]):
             a, ahead = block(a, ahead, past, before, after)
-        samples = _ops.codec_head(a, ahead, self._head_weight, self._head_bias, ends=ends[-1])
+        samples = _ops.codec_head(a, ahead, *self._head, ends=ends[-1])
         return torch.tanh(samples * HEADROOM) if self._tanh else samples
 
     def _ends(self, lengths: Sequence[int] | None, device: torch.device) -> Sequence[Tensor | None]:
@@ -215,23 +230,12 @@ def tap_major(weight: Tensor) -> Tensor:
     return weight.permute(2, 1, 0).reshape(-1, weight.shape[0]).contiguous()
 
 
-def _buffer(
-    like: Tensor, steps: int, channels: int, span: StateSpan, past: Past | None
-) -> tuple[Tensor, int]:
-    """A buffer for an activated input, [B, lead + steps, channels], and its lead: the steps of history that
-    it starts with if there is a past."""
-    if past is None:
-        return like.new_empty(like.shape[0], steps, channels), 0
-    buffer = like.new_empty(like.shape[0], span.steps + steps, channels)
-    buffer[:, : span.steps] = span.of(past.before)
-    return buffer, span.steps
-
-
-def _settle(a: Tensor, lead: int, span: StateSpan, past: Past | None) -> Tensor:
-    """Stores the last steps of an activated input for the next chunk; returns the input."""
-    if past is not None:
-        span.of(past.after).copy_(a[:, a.shape[1] - lead :])
-    return a
+def margined(like: Tensor, steps: int, channels: int, margin: int) -> Tensor:
+    """[B, margin + steps + margin, channels] with zero margins and uninitialized steps."""
+    made = like.new_empty(len(like), steps + 2 * margin, channels)
+    if margin:
+        made[:, :margin], made[:, margin + steps :] = 0, 0
+    return made
 
 
 @cache

@@ -8,15 +8,22 @@ different lengths are zero after their ends, as with the masks of the plain modu
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kernels.codec_ops import pack_centred_upsample
 from pipelines.codec import blocks
-from pipelines.codec.fused import HEADROOM, FusedUnit, tap_major, uses_fused_ops
+from pipelines.codec.fused import (
+    HEADROOM,
+    FusedBlock,
+    Reader,
+    UnitParts,
+    margined,
+    tap_major,
+    uses_fused_ops,
+)
 from pipelines.spark_tts.config import WaveConfig
 
 SNAKE_EPS = 1e-9
@@ -130,98 +137,43 @@ class FusedWave:
     def __init__(self, wave: WaveGenerator, dtype: torch.dtype) -> None:
         model: Any = wave.model
         stem, *ups, snake, head = model
-        self._dtype = dtype
-        self._stem, self._stem_bias = tap_major(stem.weight.to(dtype)), stem.bias.float()
-        readers = [_Reader(up.block[0].fused(), _UP_REACH) for up in ups] + [_Reader(snake.fused(), _REACH)]
+        self._stem = tap_major(stem.weight.to(dtype)), stem.bias.float()
+        readers = [Reader(up.block[0].fused(), margin=_UP_REACH) for up in ups]
+        readers.append(Reader(snake.fused(), margin=_REACH))
         self._entry = readers[0]
-        self._blocks = [_Block(up, after, dtype) for up, after in zip(ups, readers[1:])]
-        self._head, self._head_bias = (
-            (head.weight[0].T / HEADROOM).to(dtype).contiguous(),
-            head.bias.float() / HEADROOM,
-        )
+        self._blocks = [_block(up, after, dtype) for up, after in zip(ups, readers[1:])]
+        self._head = (head.weight[0].T / HEADROOM).to(dtype).contiguous(), head.bias.float() / HEADROOM
 
     def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x: [batch, input, steps]; mask: as for the plain module. Returns float32 [batch, samples per step *
-        steps] within [-1, 1]."""
-        steps = x.shape[2]
+        """x: [batch, input, steps] in `dtype`; mask: as for the plain module. Returns float32 [batch, samples per
+        step * steps] within [-1, 1]."""
+        steps, lead, entry = x.shape[2], 2 * _REACH, self._entry
         # Full rows have ends too, so that kernels are compiled only for rows with ends.
         ends = (
             x.new_full((len(x),), steps, dtype=torch.int32)
             if mask is None
             else mask.sum(dim=(1, 2), dtype=torch.int32)
         )
-        a = _margined(x, steps, x.shape[1], _REACH, self._dtype)
+        a = margined(x, steps, x.shape[1], _REACH)
         a[:, _REACH : _REACH + steps] = masked(x, mask).transpose(1, 2)
-        entry, taps = self._entry, 2 * _REACH + 1
-        following = entry.input(a, steps)
-        after = (following, entry.lead, *entry.snake)
-        _ops.codec_active_conv(
-            a, 2 * _REACH, self._stem, self._stem_bias, taps, 1, None, None, *after, ends=ends
-        )
+        following, ahead, offset = entry.buffer(a, steps, None)
+        after = (following, offset, *entry.snake)
+        _ops.codec_active_conv(a, lead, *self._stem, lead + 1, 1, None, None, *after, ends=ends)
         for block in self._blocks:
-            following, ends = block(following, ends)
-        return torch.tanh(_ops.codec_head(following, 2 * _REACH, self._head, self._head_bias) * HEADROOM)
+            before, ends = ends, ends * block.rate
+            following, ahead = block(following, ahead, None, before, ends)
+        return torch.tanh(_ops.codec_head(following, ahead, *self._head) * HEADROOM)
 
 
-class _Reader(NamedTuple):
-    """The op that reads a result: its snake, which the op before it applies, and `reach`, the number of steps
-    that it reads on either side."""
-
-    snake: blocks.Snake
-    reach: int
-
-    def input(self, like: Tensor, steps: int) -> Tensor:
-        """An input that is still to be filled, [batch, reach + steps + reach, channels]; its margins are
-        zero."""
-        return _margined(like, steps, len(self.snake.gain), self.reach, like.dtype)
-
-    @property
-    def lead(self) -> int:
-        """Number of values in a row before its first step."""
-        return self.reach * len(self.snake.gain)
-
-
-class _Block:
-    """Transposed convolution and residual units."""
-
-    def __init__(self, block: UpBlock, after: _Reader, dtype: torch.dtype) -> None:
-        parts: Any = block.block
-        _, up, *units = parts
-        self._rate = block.rate
-        self._weight = pack_centred_upsample(up.weight, block.rate).to(dtype)
-        self._bias = up.bias.float().repeat(block.rate)
-        readers = [_Reader(unit.block[0].fused(), unit.block[1].padding[0]) for unit in units] + [after]
-        self._first = readers[0]
-        self._snake = [values.repeat(block.rate) for values in self._first.snake]
-        self._units: list[tuple[FusedUnit, int, _Reader]] = []
-        for unit, (reader, following) in zip(units, pairwise(readers)):
-            _, wide, inner, narrow = unit.block
-            weights = (wide.weight.to(dtype), wide.bias), (narrow.weight[:, :, 0].to(dtype), narrow.bias)
-            fused = FusedUnit(*weights, wide.dilation[0], inner.fused(), following.snake)
-            self._units.append((fused, reader.reach, following))
-
-    def __call__(self, a: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Activated [batch, 1 + steps + 1, 2 * channels] and the rows' ends -> the next op's input and the
-        ends there."""
-        steps = (a.shape[1] - 2 * _UP_REACH) * self._rate
-        following = self._first.input(a, steps)
-        x = a.new_empty(len(a), steps, following.shape[2])
-        after, taps = (following, self._first.lead, *self._snake), 2 * _UP_REACH + 1
-        _ops.codec_active_conv(
-            a, 2 * _UP_REACH, self._weight, self._bias, taps, 1, None, x, *after, ends=ends
-        )
-        ends = ends * self._rate
-        for unit, reach, reader in self._units:
-            a, following = following, reader.input(a, steps)
-            raw = None if reader is self._units[-1][2] else torch.empty_like(x)
-            unit(a, 2 * reach, x, raw, following, reader.lead, ends)
-            x = x if raw is None else raw
-        return following, ends
-
-
-def _margined(like: Tensor, steps: int, channels: int, margin: int, dtype: torch.dtype) -> Tensor:
-    """[batch, margin + steps + margin, channels] on the device of `like`, with zero margins and uninitialized
-    steps."""
-    made = like.new_empty(len(like), steps + 2 * margin, channels, dtype=dtype)
-    made[:, :margin], made[:, margin + steps :] = 0, 0
-    return made
+def _block(block: UpBlock, after: Reader, dtype: torch.dtype) -> FusedBlock:
+    parts: Any = block.block
+    _, up, *units = parts
+    readers: list[Reader] = []
+    made: list[UnitParts] = []
+    for unit in units:
+        first, wide, inner, narrow = unit.block
+        readers.append(Reader(first.fused(), margin=wide.padding[0]))
+        weights = (wide.weight.to(dtype), wide.bias), (narrow.weight[:, :, 0].to(dtype), narrow.bias)
+        made.append((*weights, wide.dilation[0], inner.fused()))
+    packed = pack_centred_upsample(up.weight, block.rate).to(dtype), up.bias
+    return FusedBlock(packed, block.rate, made, [*readers, after])
