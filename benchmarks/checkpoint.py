@@ -33,6 +33,7 @@ from pipelines.fish_speech.config import CodecConfig as FishCodecConfig
 from pipelines.fish_speech.config import CodecStackConfig, FishConfig
 from pipelines.fish_speech.prompt import Vocabulary as FishVocabulary
 from pipelines.nn.checkpoint import TensorSource, open_device
+from pipelines.nn.config_keys import StackShape
 from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
 from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig, Qwen3TTSConfig
 from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
@@ -134,13 +135,12 @@ def qwen3_config(size: str, kind: str = "custom_voice") -> dict[str, Any]:
 
 #: The published 12 Hz decoder.
 PUBLISHED_CODEC = CodecDecoderConfig(
-    codebook_size=2048, codebook_dim=512, num_quantizers=16, latent_dim=1024, hidden_size=512,
-    intermediate_size=1024, head_dim=64, num_attention_heads=16, num_key_value_heads=16, num_hidden_layers=8, sliding_window=72,
-    rope_theta=10_000.0, rms_norm_eps=1e-5, decoder_dim=1536, upsample_rates=(8, 5, 4, 3), upsampling_ratios=(2, 2),
+    codebook_size=2048, codebook_dim=512, num_quantizers=16, latent_dim=1024, stack=StackShape(512, 1024, 8, 16, 16, 64, 1e-5, 10_000.0),
+    sliding_window=72, decoder_dim=1536, upsample_rates=(8, 5, 4, 3), upsampling_ratios=(2, 2),
 )  # fmt: skip
 #: The same with next to no width, to try things on a CPU.
-TINY_CODEC = replace(PUBLISHED_CODEC, latent_dim=32, codebook_dim=16, hidden_size=32, intermediate_size=32, head_dim=16,
-                     num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1, decoder_dim=48)  # fmt: skip
+TINY_CODEC = replace(PUBLISHED_CODEC, latent_dim=32, codebook_dim=16, decoder_dim=48,
+                     stack=StackShape(32, 32, 1, 2, 2, 16, 1e-5, 10_000.0))  # fmt: skip
 
 
 @torch.inference_mode()
@@ -259,7 +259,7 @@ FISH_CONTROLS = (
     "<|pad|>", "<|phoneme_start|>", "<|phoneme_end|>", "<|text|>", "<|voice|>", "<|interleave|>", "<|audio_start|>", "<|audio_end|>",
     "<|audio_pad|>",
 )  # fmt: skip
-_FISH_STACK = CodecStackConfig(1, 32, 1, 32, 48, 8)
+_FISH_STACK = CodecStackConfig(32, 48, 1, 1, 1, 32, window=8)
 TINY_FISH_CODEC = FishCodecConfig(
     encoder_dim=2, encoder_stacks=(None,) * 4, decoder_dim=16, latent=32, residual_codes=16, semantic_codes=64, pre=_FISH_STACK,
     post=_FISH_STACK,

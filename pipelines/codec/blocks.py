@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.nn.functional import conv1d, gelu, layer_norm, linear, pad, scaled_dot_product_attention
 
 from kernels.codec_ops import codec_residual_unit, codec_upsample, pack_upsample, snake_beta
+from kernels.frame import Layer
 from kernels.layers import rms_norm, swiglu
-from pipelines.nn.checkpoint import Loader
+from pipelines.nn.checkpoint import Loader, StackWeights
+from pipelines.nn.config_keys import StackShape
 
 CONVNEXT_KERNEL, CONVNEXT_EPS = 7, 1e-6
 RESIDUAL_KERNEL, RESIDUAL_DILATIONS = 7, (1, 3, 9)
@@ -40,6 +42,8 @@ class BlockLoader(Loader):
 
     #: The names of a residual unit's first snake, wide convolution, second snake and narrow convolution.
     unit_names: ClassVar[tuple[str, str, str, str]]
+    #: The names of the scales of a transformer layer: of its attention, and of its MLP.
+    scale_names: ClassVar[tuple[str, str]]
 
     def kernel(self, *shape: int) -> Tensor:
         """The weight of the convolution at this prefix, in the shape that `torch.nn` uses."""
@@ -304,36 +308,16 @@ def window_masks(
     return masks
 
 
-class LayerWeights(NamedTuple):
-    """One layer. `qkv`: [(heads + 2 * kv_heads) * head_dim, dim], its heads in half-split layout;
-    `gate_up`: [2 * intermediate, dim]."""
-
-    norm1: Tensor
-    qkv: Tensor
-    out: Tensor
-    scale1: Tensor
-    norm2: Tensor
-    gate_up: Tensor
-    down: Tensor
-    scale2: Tensor
-
-
 class TransformerLayer:
     """RMSNorm, attention, layer scale; RMSNorm, SwiGLU, layer scale. Its state has the last window - 1 rotated
     keys and values."""
 
     def __init__(
-        self,
-        weights: LayerWeights,
-        layout: StateLayout,
-        head_dim: int,
-        kv_heads: int,
-        window: int,
-        eps: float,
+        self, load: BlockLoader, layout: StateLayout, weights: Layer, shape: StackShape, window: int
     ) -> None:
-        self.weights, self.eps, self.head_dim = weights, eps, head_dim
-        self.heads, self.kv_heads = len(weights.qkv) // head_dim - 2 * kv_heads, kv_heads
-        self.span = layout.add(window - 1, 2 * kv_heads * head_dim)
+        self.weights, self.shape = weights, shape
+        self.attention_scale, self.mlp_scale = (load(name, shape.hidden) for name in load.scale_names)
+        self.span = layout.add(window - 1, 2 * shape.kv_width)
 
     def __call__(
         self,
@@ -344,16 +328,16 @@ class TransformerLayer:
         past: Past | None,
     ) -> Tensor:
         """x: [B, T, dim] -> [B, T, dim]; cosine, sine: [B, 1, T, head_dim]; `masks`: see `window_masks`."""
-        weights, split = self.weights, (-1, self.head_dim)
-        projected = linear(rms_norm(x, weights.norm1, self.eps), weights.qkv)
+        weights, shape, split = self.weights, self.shape, (-1, self.shape.head_dim)
+        projected = linear(rms_norm(x, weights.input_norm, shape.eps), weights.qkv)
         heads = projected.unflatten(-1, split).transpose(1, 2)
-        query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        query, key, value = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
         query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
         if past is not None:
             pairs = torch.cat((key.transpose(1, 2), value.transpose(1, 2)), dim=2).flatten(2)
             pairs = torch.cat((past.swap(self.span, pairs), pairs), dim=1)
             key, value = pairs.unflatten(-1, split).transpose(1, 2).chunk(2, dim=1)
-        grouped = self.heads != self.kv_heads
+        grouped = shape.heads != shape.kv_heads
         parts = [
             scaled_dot_product_attention(
                 query[:, :, at], key[:, :, seen], value[:, :, seen], attn_mask=mask, enable_gqa=grouped
@@ -361,13 +345,14 @@ class TransformerLayer:
             for at, seen, mask in masks
         ]
         attended = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        x = x + weights.scale1 * linear(attended.transpose(1, 2).flatten(2), weights.out)
-        inner = swiglu(linear(rms_norm(x, weights.norm2, self.eps), weights.gate_up))
-        return x + weights.scale2 * linear(inner, weights.down)
+        x = x + self.attention_scale * linear(attended.transpose(1, 2).flatten(2), weights.o)
+        inner = swiglu(linear(rms_norm(x, weights.post_norm, shape.eps), weights.gate_up))
+        return x + self.mlp_scale * linear(inner, weights.down)
 
 
 class WindowTransformer:
-    """A causal sliding-window transformer: [B, T, dim] -> [B, T, dim]. Positions count its steps.
+    """A causal sliding-window transformer: [B, T, dim] -> [B, T, dim]. Positions count its steps; the heads of its
+    weights have half-split layout.
 
     `frequencies`: makes those of rotary embedding from their exponents, 0 to 1, float32 [head_dim / 2]. `rounded`:
     whether its cosines and sines are rounded to bfloat16 and then applied in float32, as in training.
@@ -375,19 +360,22 @@ class WindowTransformer:
 
     def __init__(
         self,
-        layers: Sequence[LayerWeights],
+        load: BlockLoader,
         layout: StateLayout,
-        norm: Tensor,
-        head_dim: int,
-        kv_heads: int,
+        stack: StackWeights,
+        shape: StackShape,
         window: int,
-        eps: float,
         frequencies: Callable[[Tensor], Tensor],
         rounded: bool = False,
     ) -> None:
-        self.layers = [TransformerLayer(one, layout, head_dim, kv_heads, window, eps) for one in layers]
-        self.norm, self.eps, self.window = norm, eps, window
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=norm.device) / head_dim
+        self.layers = [
+            TransformerLayer(load.at(f"layers.{i}."), layout, layer, shape, window)
+            for i, layer in enumerate(stack.layers)
+        ]
+        self.norm, self.eps, self.window = stack.norm, shape.eps, window
+        exponents = (
+            torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=load.device) / shape.head_dim
+        )
         self._frequencies, self._rounded = frequencies(exponents), rounded
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:

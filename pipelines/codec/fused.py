@@ -261,13 +261,13 @@ class _Layer:
     and layer scales are folded into the products."""
 
     def __init__(self, layer: TransformerLayer, window: int) -> None:
-        weights = layer.weights
-        self._eps, self._span, self._window = layer.eps, layer.span, window
-        self._heads, self._kv_heads = layer.heads, layer.kv_heads
-        self._qkv = _packed(weights.qkv.float() * weights.norm1.float(), weights.qkv.dtype)
-        self._out = _packed(weights.scale1.float()[:, None] * weights.out.float(), weights.out.dtype)
-        self._gate_up = _packed(weights.gate_up.float() * weights.norm2.float(), weights.gate_up.dtype)
-        self._down = _packed(weights.scale2.float()[:, None] * weights.down.float(), weights.down.dtype)
+        weights, dtype, shape = layer.weights, layer.weights.qkv.dtype, layer.shape
+        self._eps, self._span = shape.eps, layer.span
+        self._sizes = shape.heads, shape.kv_heads, window
+        self._qkv = _packed(weights.qkv.float() * weights.input_norm.float(), dtype)
+        self._out = _packed(layer.attention_scale.float()[:, None] * weights.o.float(), dtype)
+        self._gate_up = _packed(weights.gate_up.float() * weights.post_norm.float(), dtype)
+        self._down = _packed(layer.mlp_scale.float()[:, None] * weights.down.float(), dtype)
 
     def __call__(self, x: Tensor, cosine: Tensor, sine: Tensor, past: Past | None) -> Tensor:
         """x: [B, T, dim] -> [B, T, dim]; cosine, sine: float32 [B or 1, T, head_dim / 2]."""
@@ -276,9 +276,7 @@ class _Layer:
             at = self._span.at
             before, kept, positions = past.before[:, at], past.after[:, at], past.positions
         qkv = _ops.codec_product(x, self._qkv, None, None, self._eps, PLAIN)
-        attended = _ops.codec_window_attention(
-            qkv, before, kept, positions, cosine, sine, self._heads, self._kv_heads, self._window
-        )
+        attended = _ops.codec_window_attention(qkv, before, kept, positions, cosine, sine, *self._sizes)
         x = _ops.codec_product(attended, self._out, None, x, None, PLAIN)
         inner = _ops.codec_product(x, self._gate_up, None, None, self._eps, SWIGLU)
         return _ops.codec_product(inner, self._down, None, x, None, PLAIN)

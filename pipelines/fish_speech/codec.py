@@ -23,7 +23,6 @@ from pipelines.codec.blocks import (
     CausalConv,
     ConvNeXt,
     ConvStack,
-    LayerWeights,
     Past,
     ResidualUnit,
     Snake,
@@ -35,7 +34,7 @@ from pipelines.codec.decoder import CausalDecoder
 from pipelines.codec.encoding import BatchEncoder, Encoding
 from pipelines.codec.fused import FusedStack, uses_fused_ops
 from pipelines.fish_speech.config import CODEC_WEIGHTS, CodecConfig, CodecStackConfig, FishConfig
-from pipelines.fish_speech.model import halves
+from pipelines.fish_speech.model import take_stack
 from pipelines.nn.checkpoint import TensorSource, TensorTable, read_pickle, shown, take_normed
 from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
 from pipelines.request import IntArray
@@ -71,6 +70,7 @@ class CodecLoader(BlockLoader):
     channel."""
 
     unit_names: ClassVar[tuple[str, str, str, str]] = "block.0.", "block.1.conv.", "block.2.", "block.3.conv."
+    scale_names: ClassVar[tuple[str, str]] = "attention_layer_scale.gamma", "ffn_layer_scale.gamma"
 
     def kernel(self, *shape: int) -> Tensor:
         return take_normed(self.source, self.prefix, shape).to(self.device, self.dtype)
@@ -82,32 +82,15 @@ class CodecLoader(BlockLoader):
 
 def window_transformer(load: CodecLoader, layout: StateLayout, config: CodecStackConfig) -> WindowTransformer:
     """One of the codec's transformers: [B, T, dim] -> [B, T, dim]."""
+    stack, window = take_stack(load, config), config.window
     return WindowTransformer(
-        [_layer(load.at(f"layers.{i}."), config) for i in range(config.layers)],
+        load,
         layout,
-        load("norm.weight", config.dim),
-        config.head_dim,
-        config.dim // config.head_dim,
-        config.window,
-        config.eps,
-        lambda exponents: 1.0 / config.rope_base**exponents,
+        stack,
+        config,
+        window,
+        lambda exponents: 1.0 / config.rope_theta**exponents,
         rounded=True,
-    )
-
-
-def _layer(load: CodecLoader, config: CodecStackConfig) -> LayerWeights:
-    """A layer. Published heads rotate neighbouring values; here they are put into half-split layout."""
-    dim, inner = config.dim, config.intermediate
-    query, key, value = load("attention.wqkv.weight", 3 * dim, dim).chunk(3)
-    return LayerWeights(
-        norm1=load("attention_norm.weight", dim),
-        qkv=torch.cat([halves(query, config.head_dim), halves(key, config.head_dim), value]),
-        out=load("attention.wo.weight", dim, dim),
-        scale1=load("attention_layer_scale.gamma", dim),
-        norm2=load("ffn_norm.weight", dim),
-        gate_up=torch.cat([load(f"feed_forward.{name}.weight", inner, dim) for name in ("w1", "w3")]),
-        down=load("feed_forward.w2.weight", dim, inner),
-        scale2=load("ffn_layer_scale.gamma", dim),
     )
 
 

@@ -4,9 +4,9 @@ no torch."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pipelines.nn.config_keys import (
     BaseSamplingDefaults,
@@ -15,6 +15,7 @@ from pipelines.nn.config_keys import (
     Size,
     Sizes,
     StackConfig,
+    StackShape,
     Whole,
     codec_identity,
     revision,
@@ -47,21 +48,23 @@ class DualArStack(StackConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class CodecStackConfig:
+class CodecStackConfig(StackShape):
     """One of the codec's causal sliding-window transformers."""
 
-    layers: Annotated[Size, "config.n_layer"]
-    dim: Annotated[Size, "config.dim"]
-    heads: Annotated[Size, "config.n_head"]
-    head_dim: Annotated[Size, "config.head_dim"]
+    hidden: Annotated[Size, "config.dim"]
     intermediate: Annotated[Size, "config.intermediate_size"]
-    #: Steps that a query sees, including its own.
-    window: Annotated[Size, "window_size"]
-    rope_base: Annotated[Positive, "config.rope_base"] = 10_000.0
+    layers: Annotated[Size, "config.n_layer"]
+    heads: Annotated[Size, "config.n_head"]
+    kv_heads: Annotated[Size, "config.n_head"]
+    head_dim: Annotated[Size, "config.head_dim"]
     eps: Annotated[Positive, "config.norm_eps"] = 1e-5
+    rope_theta: Annotated[Positive, "config.rope_base"] = 10_000.0
+    #: Steps that a query sees, including its own.
+    window: Annotated[Size, "window_size"] = field(kw_only=True)
+    qk_norm: ClassVar[bool] = False
 
 
-_PUBLISHED_STACK = CodecStackConfig(8, 1024, 16, 64, 3072, 128)
+_PUBLISHED_STACK = CodecStackConfig(1024, 3072, 8, 16, 16, 64, window=128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class CodecConfig:
         None,
         None,
         None,
-        CodecStackConfig(4, 1024, 16, 64, 3072, ENCODER_WINDOW),
+        CodecStackConfig(1024, 3072, 4, 16, 16, 64, window=ENCODER_WINDOW),
     )
     decoder_dim: Size = 1536
     decoder_rates: Sizes = (8, 8, 4, 2)
@@ -192,11 +195,15 @@ def _codec(path: Path) -> CodecConfig:
     )
     head_dim = general.value("head_dim", Size)
     base, eps = (general.value(name, Positive) for name in ("rope_base", "norm_eps"))
+
+    def stack(layers: int, dim: int) -> CodecStackConfig:
+        heads = dim // head_dim
+        return CodecStackConfig(
+            dim, 3 * dim, layers, heads, heads, head_dim, eps, base, window=ENCODER_WINDOW
+        )
+
     stacks = [
-        CodecStackConfig(depth, dim, dim // head_dim, head_dim, 3 * dim, ENCODER_WINDOW, base, eps)
-        if depth
-        else None
-        for depth, dim in zip(depths, (config.encoder_dim << (index + 1) for index in range(len(depths))))
+        stack(depth, config.encoder_dim << index) if depth else None for index, depth in enumerate(depths, 1)
     ]
     return replace(config, encoder_stacks=tuple(stacks))
 

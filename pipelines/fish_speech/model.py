@@ -25,7 +25,7 @@ from pipelines.engine.executor import FrameModel
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, check_executor
 from pipelines.engine.scheduler import PromptPrefix
 from pipelines.engine.state import LARGEST_PAGE
-from pipelines.fish_speech.config import CODEC_WEIGHTS, DualArStack, FishConfig
+from pipelines.fish_speech.config import CODEC_WEIGHTS, CodecStackConfig, DualArStack, FishConfig
 from pipelines.fish_speech.prompt import Prompt, columns, is_speech, prompt_of
 from pipelines.nn.checkpoint import Checkpoint, Loader, StackWeights, TensorSource
 from pipelines.vllm_engine.library import PRIVATE, SALTS, ModelSpec
@@ -77,9 +77,9 @@ class LmWeights(NamedTuple):
     fast: FastWeights
 
 
-def take_layers(load: Loader, stack: DualArStack) -> Iterator[Layer]:
-    """The layers of one of the two transformers, one at a time, with queries and keys in half-split layout.
-    Raises as the loader."""
+def take_layers(load: Loader, stack: DualArStack | CodecStackConfig) -> Iterator[Layer]:
+    """The layers of a transformer of the LM or of the codec, one at a time, with queries and keys in half-split
+    layout. Raises as the loader."""
     dim, inner, head_dim = stack.hidden, stack.intermediate, stack.head_dim
     for index in range(stack.layers):
         layer = load.at(f"layers.{index}.")
@@ -107,6 +107,11 @@ def take_layers(load: Loader, stack: DualArStack) -> Iterator[Layer]:
         )
 
 
+def take_stack(load: Loader, stack: DualArStack | CodecStackConfig) -> StackWeights:
+    """A whole transformer. Raises as the loader."""
+    return StackWeights(tuple(take_layers(load, stack)), load("norm.weight", stack.hidden))
+
+
 def take_fast(load: Loader, config: FishConfig) -> FastWeights:
     """Reads the fast AR. Raises as the loader."""
     load, slow, fast = load.at(FAST), config.slow.hidden, config.fast
@@ -116,7 +121,7 @@ def take_fast(load: Loader, config: FishConfig) -> FastWeights:
         name = "fast_project_in" if other else "project_in"
         project = load(f"{name}.weight", fast.hidden, slow), load(f"{name}.bias", fast.hidden)
     return FastWeights(
-        StackWeights(tuple(take_layers(load, fast)), load("norm.weight", fast.hidden)),
+        take_stack(load, fast),
         load("embeddings.weight", fast.vocab, fast.hidden),
         load("output.weight", fast.vocab, fast.hidden),
         load("codebook_embeddings.weight", fast.vocab * config.codebooks, slow),
@@ -131,8 +136,8 @@ def take_weights(
     tensor."""
     load, stack = Loader(source, "", dtype, device), config.slow
     slow = load.at(SLOW)
-    layers = StackWeights(tuple(take_layers(slow, stack)), slow("norm.weight", stack.hidden))
-    return LmWeights(layers, slow("embeddings.weight", stack.vocab, stack.hidden), take_fast(load, config))
+    embeddings = slow("embeddings.weight", stack.vocab, stack.hidden)
+    return LmWeights(take_stack(slow, stack), embeddings, take_fast(load, config))
 
 
 def load_weights(config: FishConfig, dtype: torch.dtype, device: torch.device) -> LmWeights:

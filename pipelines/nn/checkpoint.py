@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from kernels.frame import Layer, StackTensors
 from pipelines.errors import EngineCrashError, ErrorCode, invalid
-from pipelines.nn.config_keys import StackConfig, bad_checkpoint, read_table
+from pipelines.nn.config_keys import StackShape, bad_checkpoint, read_table
 from pipelines.options import VISIBLE, Precision, has_gpu
 
 log = logging.getLogger(__name__)
@@ -296,7 +296,7 @@ class StackWeights:
     layers: tuple[Layer, ...]
     norm: Tensor
 
-    def tensors(self, shape: StackConfig, rope_table: Tensor, wide_rope: bool = False) -> StackTensors:
+    def tensors(self, shape: StackShape, rope_table: Tensor, wide_rope: bool = False) -> StackTensors:
         """The stack's tensors for a frame, with attention scaled by 1 / sqrt(head_dim)."""
         scale = shape.head_dim**-0.5
         return StackTensors(
@@ -305,7 +305,7 @@ class StackWeights:
 
 
 def take_stack(
-    load: Loader, shape: StackConfig, *, head_norm: bool = True, qkv_bias: bool = False
+    load: Loader, shape: StackShape, *, head_norm: bool = True, qkv_bias: bool = False
 ) -> StackWeights:
     """Reads `layers.*` and `norm.weight` with the names of Qwen3 (`head_norm`) or Qwen2
     (`qkv_bias`).

@@ -47,8 +47,8 @@ def bad_checkpoint(message: str, advice: str = DOWNLOAD_AGAIN) -> ModelError:
 
 
 @dataclass(frozen=True, slots=True)
-class StackConfig:
-    """The shape of a stack of Qwen2's or Qwen3's decoder layers, with the config keys of transformers."""
+class StackShape:
+    """The shape of a stack of decoder layers, with the config keys of transformers."""
 
     hidden: Annotated[Size, "hidden_size"]
     intermediate: Annotated[Size, "intermediate_size"]
@@ -58,8 +58,6 @@ class StackConfig:
     head_dim: Size
     eps: Annotated[Positive, "rms_norm_eps"]
     rope_theta: Positive
-    vocab: Annotated[Size, "vocab_size"]
-    max_positions: Annotated[Size, "max_position_embeddings"]
 
     @property
     def q_width(self) -> int:
@@ -73,6 +71,14 @@ class StackConfig:
     def cached_values(self) -> int:
         """The number of key and value elements that are cached for a position, in all layers."""
         return 2 * self.layers * self.kv_width
+
+
+@dataclass(frozen=True, slots=True)
+class StackConfig(StackShape):
+    """The shape of an LM with the layers of Qwen2 or Qwen3."""
+
+    vocab: Annotated[Size, "vocab_size"]
+    max_positions: Annotated[Size, "max_position_embeddings"]
 
 
 @dataclass(frozen=True, slots=True)

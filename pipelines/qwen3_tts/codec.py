@@ -21,7 +21,6 @@ from pipelines.codec.blocks import (
     BlockLoader,
     CausalConv,
     ConvStack,
-    LayerWeights,
     Past,
     PastOfEnds,
     Snake,
@@ -31,7 +30,7 @@ from pipelines.codec.blocks import (
 )
 from pipelines.codec.decoder import CausalDecoder
 from pipelines.codec.fused import FusedFront, FusedStack, uses_fused_ops
-from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource
+from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource, take_stack
 from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ class CodecLoader(BlockLoader):
     logarithms."""
 
     unit_names: ClassVar[tuple[str, str, str, str]] = "act1.", "conv1.conv.", "act2.", "conv2.conv."
+    scale_names: ClassVar[tuple[str, str]] = "self_attn_layer_scale.scale", "mlp_layer_scale.scale"
 
     def kernel(self, *shape: int) -> Tensor:
         return self("weight", *shape)
@@ -59,32 +59,10 @@ class CodecLoader(BlockLoader):
 
 def _transformer(load: CodecLoader, layout: StateLayout, config: CodecDecoderConfig) -> WindowTransformer:
     """The decoder's transformer at frame rate: [B, T, hidden] -> [B, T, hidden]."""
+    shape = config.stack
+    stack = take_stack(load, shape, head_norm=False)
     return WindowTransformer(
-        [_layer(load.at(f"layers.{i}."), config) for i in range(config.num_hidden_layers)],
-        layout,
-        load("norm.weight", config.hidden_size),
-        config.head_dim,
-        config.num_key_value_heads,
-        config.sliding_window,
-        config.rms_norm_eps,
-        lambda exponents: config.rope_theta**-exponents,
-    )
-
-
-def _layer(load: CodecLoader, config: CodecDecoderConfig) -> LayerWeights:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    widths = {"q": queries, "k": keys, "v": keys}
-    attention = load.at("self_attn.")
-    return LayerWeights(
-        norm1=load("input_layernorm.weight", hidden),
-        qkv=torch.cat([attention(f"{name}_proj.weight", width, hidden) for name, width in widths.items()]),
-        out=attention("o_proj.weight", hidden, queries),
-        scale1=load("self_attn_layer_scale.scale", hidden),
-        norm2=load("post_attention_layernorm.weight", hidden),
-        gate_up=torch.cat([load(f"mlp.{name}_proj.weight", inner, hidden) for name in ("gate", "up")]),
-        down=load("mlp.down_proj.weight", hidden, inner),
-        scale2=load("mlp_layer_scale.scale", hidden),
+        load, layout, stack, shape, config.sliding_window, lambda exponents: shape.rope_theta**-exponents
     )
 
 
@@ -121,7 +99,7 @@ class CodecDecoder(CausalDecoder):
         self._pre_conv = CausalConv(
             load.at("pre_conv.conv."), layout, config.codebook_dim, latent, PRE_CONV_KERNEL
         )
-        inside, hidden = load.at("pre_transformer."), config.hidden_size
+        inside, hidden = load.at("pre_transformer."), config.stack.hidden
         self._entry = inside("input_proj.weight", hidden, latent), inside("input_proj.bias", hidden)
         self._exit = inside("output_proj.weight", latent, hidden), inside("output_proj.bias", latent)
         self._transformer = _transformer(inside, layout, config)

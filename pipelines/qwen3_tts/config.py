@@ -12,10 +12,10 @@ from pipelines.nn.config_keys import (
     BaseSamplingDefaults,
     Keys,
     NotNegative,
-    Positive,
     Size,
     Sizes,
     StackConfig,
+    StackShape,
     Whole,
     codec_identity,
     revision,
@@ -209,21 +209,15 @@ def _check(config: Qwen3TTSConfig, top: Keys, talker: Keys, predictor: Keys) -> 
 
 @dataclass(frozen=True, slots=True)
 class CodecDecoderConfig:
-    """`decoder_config` of `speech_tokenizer/config.json`; the fields have the names of its keys."""
+    """`decoder_config` of `speech_tokenizer/config.json`; `stack` is its transformer, and the other fields have the
+    names of its keys."""
 
     codebook_size: Size
     codebook_dim: Size
     num_quantizers: Size
     latent_dim: Size
-    hidden_size: Size
-    intermediate_size: Size
-    head_dim: Size
-    num_attention_heads: Size
-    num_key_value_heads: Size
-    num_hidden_layers: Size
+    stack: StackShape
     sliding_window: Size
-    rope_theta: Positive
-    rms_norm_eps: Positive
     decoder_dim: Size
     upsample_rates: Sizes
     upsampling_ratios: Sizes
@@ -238,9 +232,9 @@ class CodecDecoderConfig:
         """Reads the object `decoder_config`. Raises `ModelError` (`model.bad_checkpoint`) that names the
         wrong key."""
         keys.expect(hidden_act="silu", attention_bias=False, num_semantic_quantizers=1)
-        config = keys.take(cls)
+        config = keys.take(cls, stack=keys.take(StackShape))
         keys.require(
-            config.num_attention_heads % config.num_key_value_heads == 0,
+            config.stack.heads % config.stack.kv_heads == 0,
             "num_key_value_heads must divide num_attention_heads",
         )
         halved = config.decoder_dim % (1 << len(config.upsample_rates)) == 0
