@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -18,6 +18,11 @@ from pipelines.recording import Recording
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    Samples = NDArray[np.float32]
+    Codes = NDArray[np.int16]
+else:  # what is decoded from a message has types without numpy
+    Samples = Codes = Any
 
 Role = Literal["user", "assistant", "system"]
 Modality = Literal["text", "audio", "image", "video", "toolcall"]
@@ -170,7 +175,7 @@ class Speech:
     """The result of one request. It has no samples if only text or codes were requested."""
 
     #: float32 [samples], mono, within [-1, 1].
-    samples: NDArray[np.float32]
+    samples: Samples
     sample_rate: int
     #: The requested text.
     text: str = ""
@@ -183,10 +188,10 @@ class Speech:
     words: tuple[Word, ...] = ()
     phonemes: tuple[Word, ...] = ()
     #: int16 [frames, codebooks], if codes were requested.
-    codes: NDArray[np.int16] | None = None
+    codes: Codes | None = None
     #: int16 [n, codebooks]: what the codec decodes these codes after, if anything: the codes of a reference, or
     #: the global tokens of a voice.
-    voice_codes: NDArray[np.int16] | None = None
+    voice_codes: Codes | None = None
     #: Samples that the codec makes of a frame of `codes`.
     frame_samples: int = 0
 
@@ -205,7 +210,7 @@ class Speech:
 class AudioChunk:
     """A piece of a stream: float32 [samples], mono."""
 
-    samples: NDArray[np.float32]
+    samples: Samples
     sample_rate: int
     #: A piece of the text that the model writes, for models with `capabilities.text_out`.
     text: str = ""

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec.structs import astuple
 
 from pipelines.child_process import Child
 from pipelines.daemon_threads import DaemonThreads
@@ -50,7 +49,6 @@ from pipelines.recording import Recording
 from pipelines.registry import open_frontend
 from pipelines.request import (
     AnyRequest,
-    AudioChunk,
     Done,
     EngineInfo,
     EngineStats,
@@ -61,7 +59,6 @@ from pipelines.request import (
     Listener,
     OnEvent,
     PreparedRequest,
-    Speech,
     SynthesisRequest,
     TextPieces,
     check_start,
@@ -280,7 +277,7 @@ class EngineProcess:
     def _handle(self, message: ToClient) -> None:
         """Handles a message of the child."""
         if isinstance(message, ChunkMessage):
-            _notify(self._requests.get(message.number), AudioChunk(*astuple(message)[1:]))
+            _notify(self._requests.get(message.number), message.chunk)
         elif isinstance(message, Stats):
             self._stats, self.info = message.stats, message.info
         elif isinstance(message, Opened):
@@ -298,7 +295,7 @@ class EngineProcess:
         elif isinstance(message, RequestFailed):
             _notify(self._remove(message.number), Failed(message.error))
         else:
-            _notify(self._remove(message.number), Done(Speech(*astuple(message)[1:])))
+            _notify(self._remove(message.number), Done(message.speech))
 
     def _fail_all(self, error: NightjarError) -> None:
         with self._changed:

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import NightjarError
 from pipelines.recording import Quality
 from pipelines.request import (
+    AudioChunk,
     Capabilities,
     EngineInfo,
     EngineStats,
@@ -25,7 +25,7 @@ from pipelines.request import (
     Output,
     PreparedRequest,
     Role,
-    Word,
+    Speech,
 )
 
 #: Arguments of `Recording.read`: the sample rate, the channel and the quality.
@@ -140,19 +140,10 @@ class Wanted(_Message, frozen=True):
 
 
 class SpeechMessage(_Message, frozen=True):
-    """A `Done` in a message: the fields of its `Speech`, in their order."""
+    """A `Done` in a message."""
 
     number: int
-    samples: NDArray[np.float32]
-    sample_rate: int
-    text: str
-    text_out: str | None
-    meta: dict[str, Any]
-    words: tuple[Word, ...]
-    phonemes: tuple[Word, ...]
-    codes: NDArray[np.int16] | None
-    voice_codes: NDArray[np.int16] | None
-    frame_samples: int
+    speech: Speech
 
 
 class RequestFailed(_Message, frozen=True):
@@ -163,14 +154,8 @@ class RequestFailed(_Message, frozen=True):
 
 
 class ChunkMessage(_Message, frozen=True):
-    """The fields of an `AudioChunk`, in their order."""
-
     number: int
-    samples: NDArray[np.float32]
-    sample_rate: int
-    text: str
-    words: tuple[Word, ...]
-    phonemes: tuple[Word, ...]
+    chunk: AudioChunk
 
 
 class Stats(_Message, frozen=True):

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -67,6 +67,8 @@ from pipelines.request import (
 )
 
 log = logging.getLogger(__name__)
+
+M = TypeVar("M", Speech, AudioChunk)
 
 #: Minimum seconds between two messages with stats.
 STATS_SECONDS = 0.02
@@ -324,12 +326,10 @@ class EngineServer:
         try:
             if isinstance(event, Failed):
                 message = RequestFailed(number, event.error)
+            elif isinstance(event, Done):
+                message = SpeechMessage(number, _sendable(event.speech))
             else:
-                made = event.speech if isinstance(event, Done) else event
-                kind = SpeechMessage if isinstance(made, Speech) else ChunkMessage
-                samples = np.ascontiguousarray(made.samples, np.float32)
-                facts = (getattr(made, name) for name in kind.__struct_fields__[2:])
-                message = kind(number, samples, *facts)
+                message = ChunkMessage(number, _sendable(event))
             self._send(message, wait)
         except (TypeError, ValueError, OverflowError, OSError) as error:
             unsent = _error_of(error, "The engine's answer cannot be sent")
@@ -339,6 +339,11 @@ class EngineServer:
         """Sends a message. Does nothing if the client is gone: the reader then ends the process."""
         with suppress(ConnectionError):
             self._channel.send(message, wait)
+
+
+def _sendable(made: M) -> M:
+    """Speech with samples of the type that the client expects."""
+    return replace(made, samples=np.ascontiguousarray(made.samples, np.float32))
 
 
 def _with_files(request: SynthesisRequest) -> SynthesisRequest:
