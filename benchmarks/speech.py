@@ -45,7 +45,7 @@ from benchmarks.engine import Watched
 from benchmarks.voices import recording, write_package
 from kernels.registry import on_device
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.engine import Engine
+from pipelines.engine.engine import Engine, NativeHost
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, open_executor
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.fish_speech import model as fish_lm
@@ -178,7 +178,7 @@ class Spark(Dummy):
         return spark_pipeline.open_stage(self.parts.codec)
 
     def host(self, engine: Engine) -> TokenHost:
-        return spark_pipeline.open_host(engine, self.drawable)
+        return NativeHost(engine, self.drawable.ids)
 
     def pipeline(self, host: TokenHost, stage: Any) -> Pipeline:
         return Endless(self.parts, stage, host, keep_unfinished=True)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.config_keys import BaseSamplingDefaults
 from pipelines.request import FloatArray, Generation, IntArray
@@ -32,21 +34,32 @@ class TokenSampling:
     ignore_end: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """The prompt of a sequence. It contains the whole text, so `trailing` is empty."""
+
+    ids: Sequence[int]
+    #: int64 [positions, codebooks]: the codes at the positions that hold frames, in order, for models that feed
+    #: whole frames back.
+    codes: IntArray = field(default_factory=lambda: np.zeros((0, 1), np.int64))
+    #: Lengths of prefixes that other prompts share, ascending, such as those of a voice or of the dialogue so
+    #: far. A prompt's last position is in none, because its keys and values are computed with the first frame.
+    shared: Sequence[int] = ()
+    trailing = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRequest:
     """A request for one sequence."""
 
     request_id: str
-    prompt_ids: Sequence[int]
+    prompt: TokenPrompt
     sampling: TokenSampling
     #: `extra_args` of vLLM, read by Nightjar's samplers and schedulers.
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    #: int64 [positions, codebooks]: the codes at the positions of the prompt that hold frames, for models
-    #: that feed whole frames back.
-    prompt_codes: IntArray | None = None
-    #: Lengths of prefixes that other prompts share, ascending, such as those of a voice or of the dialogue so
-    #: far.
-    shared_positions: Sequence[int] = ()
     #: Whether the codes of its steps are returned, for models that make several codes per step.
     codes: bool = True
     #: Number of inaudible tokens at the start of a stream: tokens before the speech, and tokens that the

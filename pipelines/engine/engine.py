@@ -22,7 +22,7 @@ from pipelines.errors import engine_closed
 from pipelines.nn.checkpoint import device_name, type_name
 from pipelines.request import EngineInfo, EngineStats, FloatArray
 from pipelines.results import Receiver
-from pipelines.tokens import TokenRequest, Tokens
+from pipelines.tokens import TokenPrompt, TokenRequest, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -222,17 +222,15 @@ class NativeHost:
         self,
         engine: Engine,
         ids: NDArray[np.int64],
-        prompt: Callable[[TokenRequest], Any],
-        prefixes: Callable[[Any], Sequence[PromptPrefix]] = lambda _: (),
+        prefixes: Callable[[TokenPrompt], Sequence[PromptPrefix]] = lambda _: (),
         codebooks: int = 1,
     ) -> None:
-        """`prompt`: makes the model's prompt of a request; `prefixes`: returns the prefixes that a prompt can
-        share with others; `codebooks`: number of codebooks of a frame."""
+        """`prefixes`: returns the prefixes that a prompt can share with others; `codebooks`: number of codebooks
+        of a frame."""
         self._engine = engine
         self._ids = ids
         #: The codes of ids, for the repetition penalty of ids in a prompt.
         self._codes = {int(token): code for code, token in enumerate(ids.tolist())}
-        self._prompt = prompt
         self._prefixes = prefixes
         self._codebooks = codebooks
         self.close, self.cancel, self.stats = engine.close, engine.cancel, engine.stats
@@ -252,11 +250,10 @@ class NativeHost:
         sampling = request.sampling
         # The engine's last draw only decides whether the sequence has ended.
         draws = sampling.max_tokens + 1
-        prompt = self._prompt(request)
-        counted = set(request.prompt_ids) if sampling.repetition_penalty != 1 else set[int]()
+        counted = set(request.prompt.ids) if sampling.repetition_penalty != 1 else set[int]()
         wanted = GenerationRequest(
             request_id=request.request_id,
-            prompt=prompt,
+            prompt=request.prompt,
             # All codebooks are drawn with the same settings.
             sampling=SamplingParams(
                 sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty,
@@ -267,7 +264,7 @@ class NativeHost:
             stream=receiver.streamed,
             inaudible=request.inaudible,
             drawn=[self._codes[token] for token in counted if token in self._codes],
-            prefixes=self._prefixes(prompt),
+            prefixes=self._prefixes(request.prompt),
             origin=request,
             longest=request.longest,
         )  # fmt: skip

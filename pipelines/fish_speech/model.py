@@ -26,8 +26,9 @@ from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, check_exec
 from pipelines.engine.scheduler import PromptPrefix
 from pipelines.engine.state import LARGEST_PAGE
 from pipelines.fish_speech.config import CODEC_WEIGHTS, CodecStackConfig, DualArStack, FishConfig
-from pipelines.fish_speech.prompt import Prompt, columns, is_speech, prompt_of
+from pipelines.fish_speech.prompt import columns, is_speech
 from pipelines.nn.checkpoint import Checkpoint, Loader, StackWeights, TensorSource
+from pipelines.tokens import TokenPrompt
 from pipelines.vllm_engine.library import PRIVATE, SALTS, ModelSpec
 
 SLOW, FAST = "text_model.model.", "audio_decoder."
@@ -160,7 +161,7 @@ class FishModel(FrameModel):
         self._semantic = config.semantic
         self._embeddings = weights.embeddings
 
-    def embed(self, prompt: Prompt) -> Tensor:
+    def embed(self, prompt: TokenPrompt) -> Tensor:
         """Embeddings [length, dim] of a prompt."""
         ids = np.asarray(prompt.ids, np.int64)
         made = self._embeddings[to_device(torch.from_numpy(ids), self.device)]
@@ -288,10 +289,10 @@ def native_host(config: FishConfig, engine: Engine) -> NativeHost:
     """The host of this model's sequences on the native engine."""
     ids = np.array(drawn_ids(config), np.int64)
     prefixes = partial(shared_prefixes, semantic=config.semantic)
-    return NativeHost(engine, ids, prompt_of, prefixes, config.codebooks)
+    return NativeHost(engine, ids, prefixes, config.codebooks)
 
 
-def shared_prefixes(prompt: Prompt, semantic: range) -> Sequence[PromptPrefix]:
+def shared_prefixes(prompt: TokenPrompt, semantic: range) -> Sequence[PromptPrefix]:
     """The prefixes of a prompt that other prompts can share: its voice, and the dialogue up to each turn.
     Digests of ids and codes identify them."""
     # One row for each position, so that the bytes of a prefix do not depend on its shorter prefixes.
@@ -316,7 +317,7 @@ def model_spec(config: FishConfig, share_prefixes: bool | None = None, **engine:
         context=_CONTEXT,
         max_positions=config.slow.max_positions,
         engine=engine,
-        prompt_extra=lambda request: as_extra(prompt_of(request), config.semantic),
+        prompt_extra=partial(as_extra, semantic=config.semantic),
     )
 
 
@@ -341,7 +342,7 @@ def qwen3_config(config: FishConfig) -> dict[str, Any]:
     }
 
 
-def as_extra(prompt: Prompt, semantic: range) -> dict[str, Any]:
+def as_extra(prompt: TokenPrompt, semantic: range) -> dict[str, Any]:
     """The extras of a request with this prompt: its codes, and digests of those on which the KV depends.
 
     Each run of speech (the references, an answer) has a digest of its codes, so prompts that begin alike

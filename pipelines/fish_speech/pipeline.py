@@ -116,10 +116,8 @@ class TurnPlan:
         sampling = replace(self.sampling, max_tokens=max(columns, 1), seed=seed)
         return TokenRequest(
             self.request_id,
-            prompt.ids,
+            prompt,
             sampling,
-            prompt_codes=prompt.codes,
-            shared_positions=prompt.shared,
             longest=round(longest_seconds(text) * self.frames_per_second),
         )
 
@@ -312,7 +310,7 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         plan = TurnPlan(
             request.request_id, conversation, texts, sampling, frames, context, self._keep_unfinished, rate
         )
-        positions = len(plan.current.prompt_ids)
+        positions = len(plan.current.prompt)
         room_after(positions + sum(words[1:]), context)
         meta = {**self._meta, "prompt_positions": positions, "turns": len(texts)}
         info = FishRequestInfo(

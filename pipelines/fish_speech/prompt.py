@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.config import FishConfig
 from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer
 from pipelines.request import IntArray
-from pipelines.tokens import TokenRequest
+from pipelines.tokens import TokenPrompt
 from pipelines.validation import check_unicode, control_token, is_visible
 
 PHONEMES = ("<|phoneme_start|>", "<|phoneme_end|>")
@@ -152,29 +151,6 @@ class Reference(NamedTuple):
     codes: IntArray
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The ids of a prompt, and the codes of its semantic positions in order: int64 [semantic positions,
-    codebooks]."""
-
-    ids: Sequence[int]
-    codes: IntArray
-    #: Lengths of prefixes that other prompts share: the system message with its references, then the prompt
-    #: of each turn except the last turn. A prompt's last position is excluded, because its keys and values
-    #: are computed with the first frame.
-    shared: Sequence[int] = ()
-    trailing = np.zeros(0, np.int64)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
-def prompt_of(request: TokenRequest) -> Prompt:
-    """The prompt of an engine's request."""
-    assert request.prompt_codes is not None, "a prompt of this model has codes"
-    return Prompt(request.prompt_ids, request.prompt_codes, request.shared_positions)
-
-
 class Conversation:
     """The conversation that the slow AR continues: a system message, then turns.
 
@@ -205,8 +181,9 @@ class Conversation:
         self._add(_END)
         self._shared = [len(self._ids)]
 
-    def ask(self, text: str, more: bool = False) -> Prompt:
-        """The prompt for `text` as the next turn; `more`: whether another turn follows. Raises `InputError`
+    def ask(self, text: str, more: bool = False) -> TokenPrompt:
+        """The prompt for `text` as the next turn; `more`: whether another turn follows. It shares the system
+        message with its references, and the prompt of each turn except the last. Raises `InputError`
         (`input.unpronounceable`)."""
         spoken = self._vocabulary.spoken(text)
         self._add(_USER)
@@ -215,7 +192,7 @@ class Conversation:
         self._add(_ASSISTANT)
         if more:
             self._shared.append(len(self._ids) - 1)
-        return Prompt(tuple(self._ids), np.concatenate(self._codes), tuple(self._shared))
+        return TokenPrompt(tuple(self._ids), np.concatenate(self._codes), tuple(self._shared))
 
     def answer(self, codes: IntArray) -> None:
         """Adds the speech of the last `ask`, int64 [frames, codebooks]."""
@@ -248,7 +225,7 @@ def groups(text: str, max_bytes: int, max_turns: int) -> list[str]:
     return ["\n".join(group) for group in found]
 
 
-def columns(prompt: Prompt, semantic: range) -> IntArray:
+def columns(prompt: TokenPrompt, semantic: range) -> IntArray:
     """A prompt in the published model's format: int64 [1 + codebooks, positions], zeros at positions without
     speech."""
     ids = np.array(prompt.ids, dtype=np.int64)

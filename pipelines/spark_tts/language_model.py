@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from pipelines.nn.checkpoint import Checkpoint, Loader, StackWeights, TensorSour
 from pipelines.request import IntArray
 from pipelines.spark_tts.config import BICODEC, LLM, WAV2VEC2, LmConfig, SparkConfig
 from pipelines.spark_tts.prompt import Vocabulary
+from pipelines.tokens import TokenPrompt
 
 #: Kernels need a head whose number of rows is a multiple of this.
 ROW_STEP = 64
@@ -94,17 +95,6 @@ def _rows(table: Tensor, drawable: Drawable) -> Tensor:
     return functional.pad(kept, (0, 0, 0, drawable.rows - len(kept)))
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Ids of the vocabulary, int64 [length]. The prompt contains the whole text, so `trailing` is empty."""
-
-    ids: IntArray
-    trailing = np.zeros(0, np.int64)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
 class SparkModel(FrameModel):
     """A Qwen2 whose head has only the rows that can be drawn. The drawn id is its next input."""
 
@@ -119,9 +109,9 @@ class SparkModel(FrameModel):
         )
         self._table = weights.table
 
-    def embed(self, prompt: Prompt) -> Tensor:
+    def embed(self, prompt: TokenPrompt) -> Tensor:
         """Embeddings [length, hidden] of a prompt."""
-        return self._table[to_device(torch.from_numpy(prompt.ids), self.device)]
+        return self._table[to_device(torch.from_numpy(np.asarray(prompt.ids, np.int64)), self.device)]
 
 
 #: Possible numbers of delivered tokens, 50 per second, in a stream's chunks and in its first chunk. The codec

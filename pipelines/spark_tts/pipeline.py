@@ -12,7 +12,7 @@ import torch
 
 from pipelines.codec.stage import CodecStage
 from pipelines.duration import longest_seconds
-from pipelines.engine.engine import Engine, NativeHost
+from pipelines.engine.engine import NativeHost
 from pipelines.engine.opening import NativeModelOptions, check_executor, explain_oom
 from pipelines.errors import invalid, unsupported
 from pipelines.nn.checkpoint import open_device, precision, type_name
@@ -36,10 +36,10 @@ from pipelines.spark_tts.bicodec import (
     load_bicodec,
 )
 from pipelines.spark_tts.config import CAPABILITIES, DEFAULT_VOICE, LLM, SAMPLING, WAV2VEC2, SparkConfig
-from pipelines.spark_tts.language_model import Drawable, Prompt, SparkModel, load_weights, plan_sizes
+from pipelines.spark_tts.language_model import Drawable, SparkModel, load_weights, plan_sizes
 from pipelines.spark_tts.prompt import Vocabulary, clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import ReferenceEncoder, SemanticFeatures
-from pipelines.tokens import TokenHost, TokenRequest, Tokens, token_sampling
+from pipelines.tokens import TokenHost, TokenPrompt, TokenRequest, Tokens, token_sampling
 from pipelines.validation import SpeechTask, frames_within, room_after, speech_task
 from pipelines.vllm_engine.library import ModelSpec, load_vllm
 
@@ -162,7 +162,7 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     with torch.inference_mode():
         weights = load_weights(config, drawable, dtype, device)
         model = SparkModel(lm, weights, drawable, sizes.max_context)
-    host = open_host(chosen.open_engine(model, sizes, stage), drawable)
+    host = NativeHost(chosen.open_engine(model, sizes, stage), drawable.ids)
     return SparkPipeline(parts, stage, host, chosen.keep_unfinished)
 
 
@@ -175,11 +175,6 @@ def open_decoder(folder: Path, **options: Any) -> StageDecoder[Voice]:
     codec = load_bicodec(config, device, dtype)[1]
     stage = open_stage(codec, native and chosen.reproducible)
     return StageDecoder(stage, config.sample_rate, lambda voice: Voice(voice[:, 0]))
-
-
-def open_host(engine: Engine, drawable: Drawable) -> NativeHost:
-    """The LM on the engine `native`."""
-    return NativeHost(engine, drawable.ids, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64)))
 
 
 class Parts(NamedTuple):
@@ -253,7 +248,9 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         before = tokens + _USUAL_EXTRAS if voice is None else int(task.reference_text is None)
         longest = before + round(longest_seconds(task.text) * config.tokens_per_second)
         inaudible = before + RIGHT_TOKENS
-        return TokenRequest(request.request_id, prompt, sampling, inaudible=inaudible, longest=longest), info
+        return TokenRequest(
+            request.request_id, TokenPrompt(prompt), sampling, inaudible=inaudible, longest=longest
+        ), info
 
     def _prompt(self, task: SpeechTask) -> tuple[list[int], tuple[int, ...] | None]:
         """The prompt of a task and the voice it clones; None for a voice that the LM creates."""

@@ -20,7 +20,7 @@ from pipelines.errors import unsupported
 from pipelines.nn.config_keys import bad_checkpoint
 from pipelines.request import Message, Mode
 from pipelines.speechlm.config import SpeechLmConfig, own_keys
-from pipelines.tokens import TokenRequest, TokenSampling
+from pipelines.tokens import TokenPrompt, TokenRequest, TokenSampling
 from pipelines.vllm_engine.library import PRIVATE, Half, ModelSpec
 
 
@@ -157,7 +157,7 @@ class Script:
         extra = {"text": self.text, **self._extra(private=False)}
         return TokenRequest(
             self.request_id,
-            prompt,
+            TokenPrompt(prompt),
             self._sampling(max(self.max_tokens - 1, 1), ends),
             extra,
             codes=False,
@@ -181,8 +181,9 @@ class Script:
             null = [special.pad] * (len(prompt) - 1) + [special.audio]
             other = {key: value for key, value in extra.items() if key != "features"}
             extra["pair"], other["pair"] = Half(pair, "main", self.cfg), Half(pair, "null", self.cfg)
-            shadow = TokenRequest(self.request_id, null, sampling, other, codes=False)
-        return TokenRequest(self.request_id, prompt, sampling, extra, cache_salt=self.salt, shadow=shadow)
+            shadow = TokenRequest(self.request_id, TokenPrompt(null), sampling, other, codes=False)
+        whole = TokenPrompt(prompt)
+        return TokenRequest(self.request_id, whole, sampling, extra, cache_salt=self.salt, shadow=shadow)
 
     def _sampling(self, max_tokens: int, stops: tuple[int, ...]) -> TokenSampling:
         return TokenSampling(max_tokens, seed=self.seed, stop_ids=stops, ignore_end=True)

@@ -170,7 +170,7 @@ def sampling_params(spec: ModelSpec, request: TokenRequest, streamed: bool) -> S
     """vLLM's sampling of a sequence, with the data for Nightjar's samplers and schedulers."""
     sampling, extra = request.sampling, {**request.extra}
     if spec.prompt_extra is not None:
-        extra |= spec.prompt_extra(request)
+        extra |= spec.prompt_extra(request.prompt)
     if streamed:
         extra[AT_ONCE] = True
     with_codes = spec.codes_per_step > 1 and request.codes
@@ -415,7 +415,7 @@ class VllmHost:
 
     def _generate_arguments(self, request: TokenRequest, streamed: bool) -> tuple[dict[str, Any], Any]:
         """The arguments of vLLM's `generate` for a sequence: prompt and sampling."""
-        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt.ids)}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
         return prompt, sampling_params(self._spec, request, streamed)

@@ -28,7 +28,7 @@ from pipelines.errors import ErrorCode, ModelError, invalid
 
 if TYPE_CHECKING:
     from pipelines.options import TokenModelOptions
-    from pipelines.tokens import TokenRequest
+    from pipelines.tokens import TokenPrompt
 
 #: Larger than any id and any code. Inside vLLM the codes of a step are offset by multiples of it, because vLLM
 #: removes duplicate ids of a step when it merges outputs for a slow reader.
@@ -67,8 +67,8 @@ class ModelSpec:
     max_positions: int | None = None
     #: Further arguments of vLLM's engine.
     engine: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    #: Makes further `extra_args` of a request: its `prompt_codes` in the model's format.
-    prompt_extra: Callable[[TokenRequest], Mapping[str, Any]] | None = None
+    #: Makes further `extra_args` of a request from its prompt.
+    prompt_extra: Callable[[TokenPrompt], Mapping[str, Any]] | None = None
 
     def chosen(self, options: TokenModelOptions) -> tuple[float | None, int]:
         """Memory share and positions of a sequence: those of the options, else the model's.

@@ -19,7 +19,7 @@ import torch
 from pipelines.engine.turns import FIRST_FRAMES
 from pipelines.fish_speech.pipeline import FishPipeline, open_pipeline
 from pipelines.request import Generation, Message, SynthesisRequest, stream, submit
-from pipelines.tokens import TokenRequest, Tokens, TokenSampling
+from pipelines.tokens import TokenPrompt, TokenRequest, Tokens, TokenSampling
 from tests.conformance import fish_native
 from tests.conformance.token_engines import SECONDS, staggered
 from tests.support.golden_arrays import Array, flat
@@ -76,7 +76,7 @@ class Opened:
         )
         waiter = waiter or Waiter()
         self.pipeline.host.submit(
-            TokenRequest(case["name"], prompt[0].tolist(), sampling, prompt_codes=prompt[1:, speech].T),
+            TokenRequest(case["name"], TokenPrompt(prompt[0].tolist(), prompt[1:, speech].T), sampling),
             waiter,
         )
         return waiter.future

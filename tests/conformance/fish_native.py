@@ -19,7 +19,7 @@ from kernels.sampler import draw as draw_code
 from pipelines.engine.executor import FrameSettings, PrefillRun
 from pipelines.engine.state import Placement, SamplingParams
 from pipelines.fish_speech.model import FishModel, load_weights
-from pipelines.fish_speech.prompt import Prompt
+from pipelines.tokens import TokenPrompt
 from tests.conformance.token_engines import check_share
 from tests.support.fish_oracle import probabilities
 
@@ -53,10 +53,10 @@ def cases(golden: Golden) -> Iterator[Case]:
             yield f"trace {case['name']}", lambda case=case: _trace(golden, model(here), case)
 
 
-def prompt_of(golden: Golden, columns: NDArray[np.int64]) -> Prompt:
+def prompt_of(golden: Golden, columns: NDArray[np.int64]) -> TokenPrompt:
     """A prompt of columns [1 + codebooks, positions]."""
     semantic = golden.config.semantic
-    return Prompt(
+    return TokenPrompt(
         columns[0].tolist(),
         columns[1:, (columns[0] >= semantic.start) & (columns[0] < semantic.stop)].T.copy(),
     )
@@ -64,7 +64,7 @@ def prompt_of(golden: Golden, columns: NDArray[np.int64]) -> Prompt:
 
 @torch.inference_mode()
 def forced_frames(
-    model: FishModel, prompt: Prompt, codes: NDArray[np.int64]
+    model: FishModel, prompt: TokenPrompt, codes: NDArray[np.int64]
 ) -> tuple[list[FrameOutput], list[list[int]]]:
     """Frames behind a prompt with these codes [frames, codebooks] fed back, and the codes that each of
     them looked back at."""

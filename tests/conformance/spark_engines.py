@@ -16,7 +16,7 @@ import numpy as np
 from pipelines.request import Generation, Message, SynthesisRequest, stream, submit
 from pipelines.spark_tts.config import SAMPLING
 from pipelines.spark_tts.pipeline import SparkPipeline, open_pipeline
-from pipelines.tokens import TokenRequest, Tokens, TokenSampling, token_sampling
+from pipelines.tokens import TokenPrompt, TokenRequest, Tokens, TokenSampling, token_sampling
 from tests.conformance.token_engines import SECONDS, check_share, staggered
 from tests.support.golden_arrays import flat
 from tests.support.vllm_kit import Waiter
@@ -57,7 +57,7 @@ class Opened:
         self, name: str, prompt: Sequence[int], sampling: TokenSampling, waiter: Waiter | None = None
     ) -> Future[Tokens]:
         waiter = waiter or Waiter()
-        self.pipeline.host.submit(TokenRequest(name, prompt, sampling), waiter)
+        self.pipeline.host.submit(TokenRequest(name, TokenPrompt(prompt), sampling), waiter)
         return waiter.future
 
     def greedy(self, case: Item, waiter: Waiter | None = None) -> Future[Tokens]:

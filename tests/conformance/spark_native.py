@@ -17,7 +17,8 @@ from kernels.reference import FrameOutput
 from kernels.sampler import DrawFlags, draw, frame_noise, process_first, token_weights
 from pipelines.engine.executor import FrameSettings, PrefillRun
 from pipelines.engine.state import Placement, SamplingParams
-from pipelines.spark_tts.language_model import Drawable, Prompt, SparkModel, load_weights
+from pipelines.spark_tts.language_model import Drawable, SparkModel, load_weights
+from pipelines.tokens import TokenPrompt
 from tests.conformance.spark_engines import Opened
 from tests.conformance.token_engines import check_share
 
@@ -62,7 +63,7 @@ def _trace(golden: Golden, case: Item) -> None:
 
 def forced_frames(model: SparkModel, ids: NDArray[np.int64], codes: NDArray[np.int64]) -> list[FrameOutput]:
     """Frames behind a prompt, with these codes [frames] fed back."""
-    page_size, prompt = 16, Prompt(np.asarray(ids, np.int64))
+    page_size, prompt = 16, TokenPrompt(ids.tolist())
     pages = -(-(len(prompt) + len(codes)) // page_size)
     kv, state = model.make_kv(pages, page_size), model.make_state(1, pages, 0)
     embeddings = model.embed(prompt)

@@ -15,7 +15,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from pipelines.tokens import TokenRequest
+from pipelines.tokens import TokenPrompt, TokenRequest
 from pipelines.vllm_engine.host import sampling_params
 from pipelines.vllm_engine.library import ModelSpec
 from tests.conformance.spark import PROBABILITY_LIMIT
@@ -38,7 +38,7 @@ def _chances(opened: Opened, case: Item) -> None:
     sampler = Sampler(logprobs_mode="processed_logprobs")
     logits = torch.from_numpy(golden.arrays(case["logits_file"])["logits"][case["row"]])[None]
     for index, settings in enumerate(case["settings"]):
-        request = TokenRequest("", [0], sampling_of(golden, settings, 0, ()))
+        request = TokenRequest("", TokenPrompt([0]), sampling_of(golden, settings, 0, ()))
         asked = sampling_params(ModelSpec(golden.folder), request, streamed=False)
         made = sampler(logits.clone(), _metadata(asked, logits.shape[1])).logprobs_tensors
         golden.near(

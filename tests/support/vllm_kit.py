@@ -19,7 +19,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pipelines.errors import NightjarError
-from pipelines.tokens import TokenRequest, Tokens, TokenSampling
+from pipelines.tokens import TokenPrompt, TokenRequest, Tokens, TokenSampling
 from tests.support.forked_cores import forked_pids, template_pids
 from tests.support.golden_checkpoint import whole
 from tests.support.wide_heads import widened
@@ -82,7 +82,9 @@ def sequence(
         if seed is None
         else {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": seed}
     )
-    return TokenRequest(name, prompt, TokenSampling(tokens, ignore_end=True, **{**drawn, **sampling}))
+    return TokenRequest(
+        name, TokenPrompt(prompt), TokenSampling(tokens, ignore_end=True, **{**drawn, **sampling})
+    )
 
 
 def core_pids(parent: int) -> list[int]:

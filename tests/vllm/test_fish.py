@@ -151,7 +151,7 @@ def frames_of(pipeline: FishPipeline, residual: int) -> np.ndarray:
         "Good morning."
     )
     sampling, waiter = TokenSampling(FRAMES, temperature=0.0, top_k=1, ignore_end=True), Waiter()
-    pipeline.host.submit(TokenRequest("frames", prompt.ids, sampling, prompt_codes=prompt.codes), waiter)
+    pipeline.host.submit(TokenRequest("frames", prompt, sampling), waiter)
     made = waiter.future.result(SECONDS).codes
     assert made is not None
     return made

@@ -17,7 +17,7 @@ require_vllm()
 from pipelines.options import TokenModelOptions  # noqa: E402
 from pipelines.spark_tts.config import SparkConfig  # noqa: E402
 from pipelines.spark_tts.pipeline import model_spec  # noqa: E402
-from pipelines.tokens import TokenRequest, TokenSampling  # noqa: E402
+from pipelines.tokens import TokenPrompt, TokenRequest, TokenSampling  # noqa: E402
 from pipelines.vllm_engine.library import AT_ONCE, ModelSpec  # noqa: E402
 from tests.support.scheduler_rig import END, Run, hashed, newcomer, scheduler  # noqa: E402
 
@@ -118,7 +118,9 @@ def test_engines_run_on_it(
 
 
 def told(asked: TokenSampling, streamed: bool = False, **extra: Any) -> Any:
-    return sampling_params(ModelSpec(wide_checkpoint()), TokenRequest("a", [1], asked, extra), streamed)
+    return sampling_params(
+        ModelSpec(wide_checkpoint()), TokenRequest("a", TokenPrompt([1]), asked, extra), streamed
+    )
 
 
 def test_settings_of_a_request_are_those_that_vllm_is_told() -> None:

@@ -33,7 +33,7 @@ from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, Synthesis
 from pipelines.options import TokenModelOptions  # noqa: E402
 from pipelines.spark_tts.config import SparkConfig  # noqa: E402
 from pipelines.spark_tts.pipeline import model_spec  # noqa: E402
-from pipelines.tokens import TokenRequest  # noqa: E402
+from pipelines.tokens import TokenPrompt, TokenRequest  # noqa: E402
 from pipelines.vllm_engine.host import VllmHost  # noqa: E402
 from pipelines.vllm_engine.library import (  # noqa: E402
     ModelSpec,
@@ -101,8 +101,8 @@ def test_alone_equals_any_mix(host: VllmHost) -> None:
 def test_more_prompts_than_a_step_has_room_for(host: VllmHost) -> None:
     """Cutting a prompt that has a seed would end the CPU's engine core."""
     asked = [sequence(f"long{n}", prompt(n) * 500, 3, seed=n + 1) for n in range(16)]
-    asked = [replace(one, prompt_ids=list(one.prompt_ids)[:2100]) for one in asked]
-    assert sum(len(one.prompt_ids) for one in asked) > host._arguments["max_num_batched_tokens"]
+    asked = [replace(one, prompt=TokenPrompt(one.prompt.ids[:2100])) for one in asked]
+    assert sum(len(one.prompt) for one in asked) > host._arguments["max_num_batched_tokens"]
     together = [ask(host, one) for one in asked]
     ids = [waiter.future.result(PATIENCE_SECONDS).ids for waiter in together]
     assert ids[-1] == ask(host, asked[-1]).future.result(PATIENCE_SECONDS).ids
@@ -225,13 +225,16 @@ def test_one_of_two_with_the_same_id_can_be_cancelled(host: VllmHost) -> None:
 
 def test_a_shadow_ends_with_its_partner(host: VllmHost) -> None:
     plain = sequence("main", prompt(3), 10, seed=1)
-    pair = TokenRequest("main", plain.prompt_ids, plain.sampling, shadow=sequence("null", [11, 12], ENDLESS))
+    pair = TokenRequest("main", plain.prompt, plain.sampling, shadow=sequence("null", [11, 12], ENDLESS))
     assert (
         ask(host, pair).future.result(PATIENCE_SECONDS).ids
         == ask(host, plain).future.result(PATIENCE_SECONDS).ids
     )
     doomed = TokenRequest(
-        "pair", prompt(4), sequence("", [1], ENDLESS).sampling, shadow=sequence("null", [11], ENDLESS)
+        "pair",
+        TokenPrompt(prompt(4)),
+        sequence("", [1], ENDLESS).sampling,
+        shadow=sequence("null", [11], ENDLESS),
     )
     aborted = ask(host, doomed)
     time.sleep(0.05)
@@ -246,7 +249,10 @@ def test_a_shadow_ends_with_its_partner(host: VllmHost) -> None:
 
 def test_a_pair_whose_shadow_is_refused_fails(host: VllmHost) -> None:
     too_long = sequence("null", [11] * 32_800, 10)
-    pair = ask(host, TokenRequest("pair", prompt(4), sequence("", [1], ENDLESS).sampling, shadow=too_long))
+    pair = ask(
+        host,
+        TokenRequest("pair", TokenPrompt(prompt(4)), sequence("", [1], ENDLESS).sampling, shadow=too_long),
+    )
     with pytest.raises(SynthesisError) as caught:
         pair.future.result(PATIENCE_SECONDS)
     assert caught.value.code is ErrorCode.SYNTH_ENGINE

@@ -18,7 +18,7 @@ from tests.support.vllm_kit import require_vllm
 require_vllm()
 
 from pipelines.fish_speech.model import as_extra  # noqa: E402
-from pipelines.fish_speech.prompt import Prompt  # noqa: E402
+from pipelines.tokens import TokenPrompt  # noqa: E402
 from tests.support.scheduler_rig import BLOCK, Run, hashed, scheduler  # noqa: E402
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402  # isort: skip
@@ -53,10 +53,10 @@ class Item:
         ids, spoken = system(voice)
         self.ids, self.parts = list(ids), [spoken]
 
-    def ask(self) -> Prompt:
+    def ask(self) -> TokenPrompt:
         self.ids += range(40, 47)
         self.left, self.turn = self.left - 1, self.turn + 1
-        return Prompt(tuple(self.ids), np.concatenate(self.parts))
+        return TokenPrompt(tuple(self.ids), np.concatenate(self.parts))
 
     def answer(self, spoken: Frames) -> None:
         self.ids += [*(spoken[:, 0] + SEMANTIC.start), 5]
@@ -84,7 +84,7 @@ class Memory(Run):
         self.found: dict[str, int] = {}
         self.preempted = 0
 
-    def ask(self, name: str, prompt: Prompt, most: int) -> None:
+    def ask(self, name: str, prompt: TokenPrompt, most: int) -> None:
         request = hashed(name, list(prompt.ids), most, **as_extra(prompt, SEMANTIC))
         spoken = iter(prompt.codes.tolist())
         self._columns[name] = [
@@ -146,12 +146,12 @@ class Memory(Run):
         return token
 
 
-def full(prompt: Prompt) -> int:
+def full(prompt: TokenPrompt) -> int:
     """Positions of a prompt in whole blocks; its last position is always computed."""
     return (len(prompt.ids) - 1) // BLOCK * BLOCK
 
 
-def speak(run: Memory, name: str, prompt: Prompt, most: int = 2 * BLOCK) -> Frames:
+def speak(run: Memory, name: str, prompt: TokenPrompt, most: int = 2 * BLOCK) -> Frames:
     run.ask(name, prompt, most)
     run.finish()
     return run.drawn(name)

@@ -36,7 +36,7 @@ from pipelines.request import (  # noqa: E402
     stream,
     submit,
 )
-from pipelines.tokens import TokenRequest, TokenSampling  # noqa: E402
+from pipelines.tokens import TokenPrompt, TokenRequest, TokenSampling  # noqa: E402
 from tests.support.serving_kit import Running, error_of  # noqa: E402
 from tests.support.speechlm_checkpoint import GOLDEN, named  # noqa: E402
 from tests.support.speechlm_clients import check_every_mode  # noqa: E402
@@ -221,7 +221,8 @@ def test_extreme_settings_harm_nobody(pipeline: Pipeline) -> None:
 def test_a_sequence_without_settings_harms_nobody(pipeline: Pipeline) -> None:
     """On a GPU vLLM warms its kernels up with sequences of its own, which say nothing of phases."""
     plain = Waiter()
-    pipeline.host.submit(TokenRequest("plain", [5, 6, 7], TokenSampling(4, ignore_end=True)), plain)  # pyright: ignore[reportAttributeAccessIssue]
+    request = TokenRequest("plain", TokenPrompt([5, 6, 7]), TokenSampling(4, ignore_end=True))
+    pipeline.host.submit(request, plain)  # pyright: ignore[reportAttributeAccessIssue]
     assert len(plain.future.result(SECONDS).ids) == 4
     check("a0", submit(pipeline, golden("a0")).result(SECONDS))
 

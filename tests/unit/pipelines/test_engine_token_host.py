@@ -20,9 +20,9 @@ from pipelines.engine.scheduler import GenerationRequest
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.spark_tts.config import LLM, SparkConfig
-from pipelines.spark_tts.language_model import Drawable, Prompt, SparkModel, load_weights
+from pipelines.spark_tts.language_model import Drawable, SparkModel, load_weights
 from pipelines.spark_tts.prompt import Vocabulary
-from pipelines.tokens import TokenRequest, Tokens, TokenSampling
+from pipelines.tokens import TokenPrompt, TokenRequest, Tokens, TokenSampling
 from tests.support.qwen3_golden import MAX_CONTEXT, golden_model, random_request
 from tests.support.vllm_kit import GOLDEN, Waiter, checkpoint
 
@@ -50,7 +50,7 @@ def open_host(options: EngineOptions = OPTIONS, waiting_room: int = 8) -> Native
     model, drawable, _ = loaded()
     executor = EagerExecutor(model, options)
     engine = Engine(executor, options, waiting_room)
-    return NativeHost(engine, drawable.ids, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64)))
+    return NativeHost(engine, drawable.ids)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def ends() -> tuple[int, ...]:
 
 def request(most: int, name: str = "one", **changes: Any) -> TokenRequest:
     sampling = TokenSampling(most, temperature=0.0, **({"stop_ids": ends()} | changes))
-    return TokenRequest(name, arrays()["input_ids"].tolist(), sampling, inaudible=5)
+    return TokenRequest(name, TokenPrompt(arrays()["input_ids"].tolist()), sampling, inaudible=5)
 
 
 def made(host: NativeHost, asked: TokenRequest, streamed: bool = False) -> tuple[Tokens, list[list[int]]]:
@@ -101,7 +101,7 @@ def test_a_sequence_has_its_ids_before_the_end_and_says_how_it_ended(
 def test_a_sequence_may_end_at_once(host: NativeHost) -> None:
     golden = arrays()
     prompt = [*golden["input_ids"].tolist(), *golden["output_ids"][:ENDS_AFTER].tolist()]
-    tokens, _ = made(host, TokenRequest("one", prompt, TokenSampling(9, 0.0, stop_ids=ends())))
+    tokens, _ = made(host, TokenRequest("one", TokenPrompt(prompt), TokenSampling(9, 0.0, stop_ids=ends())))
     assert (tokens.ids, tokens.finish) == ([], "stop")
 
 
@@ -127,7 +127,9 @@ def test_ids_of_the_prompt_count_as_drawn(host: NativeHost) -> None:
     )
     assert repeated in golden["input_ids"]
     drawn = [
-        TokenRequest("one", prompt, TokenSampling(1, 0.0, repetition_penalty=penalty, stop_ids=ends()))
+        TokenRequest(
+            "one", TokenPrompt(prompt), TokenSampling(1, 0.0, repetition_penalty=penalty, stop_ids=ends())
+        )
         for penalty in (1.0, 1000.0)
     ]
     plain, penalized = (made(host, one)[0].ids[0] for one in drawn)
@@ -190,19 +192,19 @@ def frames_host() -> tuple[NativeHost, GenerationRequest, Qwen3TTSModel]:
     options = EngineOptions(slots=2, pages=64, page_size=8, max_context=MAX_CONTEXT, prefill_chunk=16)
     executor = EagerExecutor(model, options)
     ids = np.arange(model.config.talker.vocab) + 1000
-    host = NativeHost(
-        Engine(executor, options), ids, lambda request: wanted.prompt, codebooks=model.codebooks
-    )
+    host = NativeHost(Engine(executor, options), ids, codebooks=model.codebooks)
     return host, wanted, model
 
 
 def test_all_codebooks_have_the_settings_of_a_request() -> None:
-    host, _, _ = frames_host()
+    host, wanted, _ = frames_host()
     greedy, narrow = (
         TokenSampling(12, temperature, 0, top_p, ignore_end=True)
         for temperature, top_p in ((0.0, 1.0), (1.5, 1e-9))
     )
-    found = [made(host, TokenRequest("frames", [], sampling))[0].codes for sampling in (greedy, narrow)]
+    found = [
+        made(host, TokenRequest("frames", wanted.prompt, sampling))[0].codes for sampling in (greedy, narrow)
+    ]
     host.close()
     assert found[0] is not None
     assert np.array_equal(found[0], found[1]), (
@@ -213,7 +215,7 @@ def test_all_codebooks_have_the_settings_of_a_request() -> None:
 def test_codes_of_a_step_are_its_id_and_those_of_all_codebooks() -> None:
     host, wanted, model = frames_host()
     drawn = TokenSampling(wanted.max_tokens - 1, 0.9, 50, 0.9, seed=wanted.seed, ignore_end=True)
-    tokens, parts = made(host, TokenRequest("frames", [], drawn), streamed=True)
+    tokens, parts = made(host, TokenRequest("frames", wanted.prompt, drawn), streamed=True)
     host.close()
     assert tokens.codes is not None
     assert tokens.codes.shape == (wanted.max_tokens - 1, 1 + model.codebooks)
@@ -227,7 +229,9 @@ def test_codes_of_a_step_are_its_id_and_those_of_all_codebooks() -> None:
 
 def test_a_sequence_is_what_the_engine_makes_alone(host: NativeHost) -> None:
     drawn = TokenSampling(40, 0.8, 50, 0.95, seed=7, stop_ids=ends())
-    asked = [TokenRequest(str(index), arrays()["input_ids"].tolist(), drawn) for index in range(6)]
+    asked = [
+        TokenRequest(str(index), TokenPrompt(arrays()["input_ids"].tolist()), drawn) for index in range(6)
+    ]
     alone = made(host, asked[0])[0].ids
     waiters = [Waiter(index % 2 == 0) for index in range(6)]
     for one, waiter in zip(asked, waiters):

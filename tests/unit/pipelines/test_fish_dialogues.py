@@ -15,8 +15,8 @@ from pipelines.engine.executor import EagerExecutor, FrameSettings, PendingFrame
 from pipelines.engine.scheduler import PromptPrefix
 from pipelines.fish_speech.model import shared_prefixes
 from pipelines.fish_speech.pipeline import TurnPlan
-from pipelines.fish_speech.prompt import Conversation, Prompt, Reference, prompt_of
-from pipelines.tokens import TokenSampling
+from pipelines.fish_speech.prompt import Conversation, Reference
+from pipelines.tokens import TokenPrompt, TokenSampling
 from tests.support.evictions import Evictions
 from tests.support.fish_turns import Asked
 from tests.support.vllm_kit import Waiter
@@ -69,13 +69,13 @@ class Rig:
         prefixes = engine.core.scheduler.prefixes
         self.evictions = Evictions(engine.core)
 
-        def named(prompt: Prompt) -> Sequence[PromptPrefix]:
+        def named(prompt: TokenPrompt) -> Sequence[PromptPrefix]:
             if forgetful:
                 prefixes.clear()
             return shared_prefixes(prompt, CONFIG.semantic) if share else ()
 
         ids = np.array([*CONFIG.semantic, CONFIG.end])
-        self.host = NativeHost(engine, ids, prompt_of, named, CONFIG.codebooks)
+        self.host = NativeHost(engine, ids, named, CONFIG.codebooks)
 
     def close(self) -> None:
         self.host.close()
@@ -89,7 +89,7 @@ class Dialogue:
     voices: Sequence[Reference] = ()
     seed: int = 1
     most: int = 9
-    prompts: list[Prompt] = field(default_factory=list[Prompt])
+    prompts: list[TokenPrompt] = field(default_factory=list[TokenPrompt])
 
     def plan(self) -> TurnPlan:
         self.prompts = []
@@ -97,7 +97,7 @@ class Dialogue:
         conversation = Conversation(VOCABULARY, CONFIG.codebooks, self.voices)
         ask = conversation.ask
 
-        def asked(text: str, more: bool = False) -> Prompt:
+        def asked(text: str, more: bool = False) -> TokenPrompt:
             self.prompts.append(ask(text, more))
             return self.prompts[-1]
 

@@ -91,8 +91,7 @@ def start(
 
 def codes_of(request: TokenRequest) -> list[int]:
     """First codes of the speech in a prompt."""
-    assert request.prompt_codes is not None
-    return request.prompt_codes[:, 0].tolist()
+    return request.prompt.codes[:, 0].tolist()
 
 
 def end_of(heard: Heard) -> Tokens:
@@ -118,18 +117,18 @@ def test_turns_follow_one_another_and_hear_what_was_said(streamed: bool) -> None
     ended = end_of(heard)
     assert (ended.finish, ended.ids) == ("stop", [1, 2, 3, 4, 5, 6])
     assert heard.frames == ([1, 2, 3, 4, 5, 6] if streamed else [])
-    prompts = [list(request.prompt_ids) for request, _ in host.sent]
+    prompts = [list(request.prompt.ids) for request, _ in host.sent]
     assert [request.longest for request, _ in host.sent] == [
         round(longest_seconds(text) * 20) for text in ("One.", "Two.", "Three.")
     ], "each turn has the time of its own text"
     assert prompts[1][: len(prompts[0])] == prompts[0]
     assert prompts[2][: len(prompts[1])] == prompts[1]
-    system = host.sent[0][0].shared_positions[0]
+    system = host.sent[0][0].prompt.shared[0]
     assert VOCABULARY.encode("<|im_start|>user\n")[0] == prompts[0][system], (
         "all turns begin with the system message"
     )
     behind = [system, *(len(prompt) - 1 for prompt in prompts[:2])]
-    assert [list(request.shared_positions) for request, _ in host.sent] == [behind[:2], behind, behind], (
+    assert [list(request.prompt.shared) for request, _ in host.sent] == [behind[:2], behind, behind], (
         "nothing follows the last turn"
     )
 
@@ -205,7 +204,7 @@ def test_log_probabilities_are_those_of_all_turns() -> None:
 def test_a_dialogue_that_outgrows_the_engine_says_where() -> None:
     heard = Heard()
     host, _, plan = start(["One.", "Two."], heard, most=300, context=300)
-    assert host.sent[0][0].sampling.max_tokens == 300 - len(plan.current.prompt_ids)
+    assert host.sent[0][0].sampling.max_tokens == 300 - len(plan.current.prompt)
     host.answer(range(24), "stop")
     host.sent.clear()
     heard = Heard()

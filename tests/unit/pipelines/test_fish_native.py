@@ -36,7 +36,7 @@ from pipelines.fish_speech.model import (
     shared_prefixes,
     take_weights,
 )
-from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, prompt_of
+from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary
 from pipelines.registry import describe, open_pipeline
 from pipelines.request import Event, Generation, Message, SynthesisRequest, stream, submit
 from pipelines.tokens import TokenRequest, Tokens, TokenSampling
@@ -73,7 +73,7 @@ def open_host(share: bool = True, **sizes: int) -> NativeHost:
     executor = EagerExecutor(model(), options)
     ids = np.array([*CONFIG.semantic, CONFIG.end])
     prefixes = partial(shared_prefixes, semantic=CONFIG.semantic) if share else lambda _: ()
-    return NativeHost(Engine(executor, options), ids, prompt_of, prefixes, CONFIG.codebooks)
+    return NativeHost(Engine(executor, options), ids, prefixes, CONFIG.codebooks)
 
 
 def voice(residual: int = 0) -> Reference:
@@ -89,7 +89,7 @@ def asked(
 ) -> TokenRequest:
     prompt = Conversation(VOCABULARY, CONFIG.codebooks, voices).ask(text)
     sampling = TokenSampling(most, temperature, 30, 0.9, seed=seed, stop_ids=(CONFIG.end,))
-    return TokenRequest(text, prompt.ids, sampling, prompt_codes=prompt.codes, shared_positions=prompt.shared)
+    return TokenRequest(text, prompt, sampling)
 
 
 def made(host: NativeHost, *requests: TokenRequest) -> list[Tokens]:
@@ -248,13 +248,13 @@ class TestVoices:
             for one, wanted in zip(requests, alone):
                 before = model().prefilled
                 np.testing.assert_array_equal(made(host, one)[0].codes, wanted.codes)
-        shared = requests[1].shared_positions[0] // OPTIONS.page_size * OPTIONS.page_size
+        shared = requests[1].prompt.shared[0] // OPTIONS.page_size * OPTIONS.page_size
         assert shared > 60
-        assert model().prefilled - before == len(requests[1].prompt_ids) - 1 - shared
+        assert model().prefilled - before == len(requests[1].prompt) - 1 - shared
 
     def test_equal_ids_of_other_codes_are_another_voice(self) -> None:
         requests = [asked("Good morning.", voice(residual)) for residual in (0, 1)]
-        assert requests[0].prompt_ids == requests[1].prompt_ids
+        assert requests[0].prompt.ids == requests[1].prompt.ids
         with closing(open_host(share=False)) as host:
             alone = [made(host, one)[0] for one in requests]
         assert not np.array_equal(alone[0].codes, alone[1].codes)
@@ -263,21 +263,18 @@ class TestVoices:
                 np.testing.assert_array_equal(made(host, one)[0].codes, wanted.codes)
 
     def test_a_prefix_is_the_system_message(self) -> None:
-        request = asked("Good morning.", voice())
-        (prefix,) = shared_prefixes(prompt_of(request), CONFIG.semantic)
-        assert (prefix.length,) == request.shared_positions
-        other = asked("Not the same text.", voice())
-        assert [*shared_prefixes(prompt_of(other), CONFIG.semantic)] == [prefix]
-        assert not shared_prefixes(prompt_of(replace(request, shared_positions=())), CONFIG.semantic)
+        prompt = asked("Good morning.", voice()).prompt
+        (prefix,) = shared_prefixes(prompt, CONFIG.semantic)
+        assert (prefix.length,) == prompt.shared
+        other = asked("Not the same text.", voice()).prompt
+        assert [*shared_prefixes(other, CONFIG.semantic)] == [prefix]
+        assert not shared_prefixes(replace(prompt, shared=()), CONFIG.semantic)
 
     def test_a_prefix_is_known_by_all_that_is_in_it_wherever_shorter_ones_end(self) -> None:
-        request = asked("Good morning.", voice())
-        (length,) = request.shared_positions
+        prompt = asked("Good morning.", voice()).prompt
+        (length,) = prompt.shared
         ends = ((length,), (3, length), (3, length - 2, length))
-        found = [
-            shared_prefixes(prompt_of(replace(request, shared_positions=each)), CONFIG.semantic)
-            for each in ends
-        ]
+        found = [shared_prefixes(replace(prompt, shared=each), CONFIG.semantic) for each in ends]
         assert len({one[-1] for one in found}) == 1
         assert found[1][0] == found[2][0]
         assert len({one.content for one in found[2]}) == 3

@@ -27,6 +27,7 @@ from pipelines.recording import read_recording
 from pipelines.request import Capabilities, EngineStats, Generation, Message, SynthesisRequest, stream, submit
 from pipelines.results import FinishedCodes, RequestInfo, SpeechPipeline, Streamer, no_audio
 from pipelines.tokens import (
+    TokenPrompt,
     TokenRequest,
     Tokens,
     TokenSampling,
@@ -119,7 +120,7 @@ class Pipeline(SpeechPipeline[TokenRequest, Info]):
     request_info = Info("text", RATE, {"engine": "none"}, False)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, Info]:
-        return TokenRequest(request.request_id, [1], TokenSampling(9)), self.request_info
+        return TokenRequest(request.request_id, TokenPrompt([1]), TokenSampling(9)), self.request_info
 
 
 REQUEST = SynthesisRequest("one", (Message("user", "text", "text"),))

@@ -199,11 +199,11 @@ def test_a_null_branch_is_zeros_of_the_same_length(config: SpeechLmConfig) -> No
         features=[(2, torch.ones(1, 64))],
         salt="s",
     )
-    assert list(script.text_request(config).prompt_ids) == [1, 5, 300, 2, 6, 7]
+    assert list(script.text_request(config).prompt.ids) == [1, 5, 300, 2, 6, 7]
     pair = script.audio_request(config, [7, 301, 3, 6, 8], "p")
-    assert list(pair.prompt_ids) == [1, 5, 300, 2, 6, 7, 301, 3, 6, 8]
+    assert list(pair.prompt.ids) == [1, 5, 300, 2, 6, 7, 301, 3, 6, 8]
     assert pair.shadow is not None
-    assert list(pair.shadow.prompt_ids) == [0] * 9 + [8]
+    assert list(pair.shadow.prompt.ids) == [0] * 9 + [8]
     assert "features" in pair.extra
     assert "features" not in pair.shadow.extra
     assert (pair.cache_salt, pair.shadow.cache_salt) == ("s", None)
