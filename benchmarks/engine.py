@@ -36,7 +36,6 @@ from torch import Tensor
 from benchmarks.checkpoint import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from benchmarks.common import FRAMES_PER_SECOND, Bench, Row, ThreadUse, Use, memory, parser, read, serves
 from benchmarks.kernel import PUBLISHED, Device, device_named, frame_floor
-from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
@@ -203,10 +202,10 @@ class Tally:
                 self.wrong += 1
 
 
-class Heard(Utterance[CodecState]):
+class Heard(Utterance):
     """The receiver of the real pipeline, whose speech is counted."""
 
-    def __init__(self, loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState]) -> None:
+    def __init__(self, loop: ClosedLoop, wanted: int, stage: CodecStage) -> None:
         self._loop, self._wanted = loop, wanted
         info = FrameRequestInfo("", SAMPLE_RATE, {}, keep_unfinished=True)
         super().__init__(info, stage, Listener(self._heard, lambda _done: None))

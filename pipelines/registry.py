@@ -70,7 +70,7 @@ class Provider:
     #: Opens the frontend, which prepares requests outside of the engine's process.
     frontend: Callable[[], Frontend | None] = lambda: None
     #: Opens the decoder of its codec alone; None: it has none.
-    decoder: Callable[..., StageDecoder[Any]] | None = None
+    decoder: Callable[..., StageDecoder] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def register_pipeline(
     name: str,
     card: ModelCard,
     factory: Callable[..., Pipeline],
-    decoder: Callable[..., StageDecoder[Any]] | None = None,
+    decoder: Callable[..., StageDecoder] | None = None,
 ) -> Callable[[], object]:
     """Adds a pipeline to this process under `name`, in place of any other with that name. Returns a function
     that removes it.
@@ -240,7 +240,7 @@ def open_frontend(model: str) -> Frontend | None:
     return _found(model, _WEIGHT_FILES).frontend()
 
 
-def open_decoder(model: str, **options: Any) -> StageDecoder[Any]:
+def open_decoder(model: str, **options: Any) -> StageDecoder:
     """Loads the decoder of a model's codec alone, with the options of `open_pipeline`; raises like it, and
     `config.invalid` for a model without one."""
     decoder = _found(model, _WEIGHT_FILES).decoder

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.audio import NO_SAMPLES, Samples
-from pipelines.codec.stage import CodecStage
+from pipelines.codec.stage import CodecStage, State
 from pipelines.energy import board_joules
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.recording import ReadsRecordings
@@ -37,13 +37,12 @@ from pipelines.request import (
     check_start,
 )
 
-S = TypeVar("S")
 #: Frames of the window of `lowest_log_probability`: a second of Qwen3-TTS.
 WINDOW_FRAMES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedCodes(Generic[S]):
+class FinishedCodes:
     """The codes of a whole utterance."""
 
     #: int64 [frames, codebooks].
@@ -51,7 +50,7 @@ class FinishedCodes(Generic[S]):
     #: The engine's finish reason.
     finish: str
     #: Initial state of the codec; None: the default one.
-    start: S | None = None
+    start: State | None = None
     #: Text that the model wrote.
     text_out: str | None = None
     #: int64 [n, codebooks]: see `Speech.voice_codes`; `start` is made from it.
@@ -61,7 +60,7 @@ class FinishedCodes(Generic[S]):
 
 
 @dataclass(frozen=True, slots=True)
-class RequestInfo(Generic[S]):
+class RequestInfo:
     """Facts of a request that are known before its codes. A family adds `read`, which reads the engine's
     output."""
 
@@ -71,7 +70,7 @@ class RequestInfo(Generic[S]):
     #: Whether speech that reaches its limit without an end is returned instead of failing with `synth.no_eos`.
     keep_unfinished: bool
 
-    def read(self, *made: Any, **_: Any) -> FinishedCodes[S]:
+    def read(self, *made: Any, **_: Any) -> FinishedCodes:
         """Reads the utterance from the engine's final output.
 
         Raises `SynthesisError`: `synth.no_eos` (by `check_end`) if it did not end, `synth.no_audio` (by
@@ -89,7 +88,7 @@ class RequestInfo(Generic[S]):
                 "Try another seed, a shorter text or a larger max_seconds.",
             )
 
-    def speech(self, samples: Samples, made: FinishedCodes[S]) -> Speech:
+    def speech(self, samples: Samples, made: FinishedCodes) -> Speech:
         """The result, with the engine's finish reason, and the mean log probability and the lowest one of
         `WINDOW_FRAMES` frames in a row."""
         meta = {**self.meta, "frames": len(made.codes), "finish": made.finish}
@@ -107,11 +106,11 @@ def no_audio(message: str) -> SynthesisError:
 
 
 @dataclass(eq=False)
-class Receiver(Generic[S]):
+class Receiver:
     """Receives the output of one request from the engine and sends it to the codec."""
 
-    _info: RequestInfo[S]
-    _stage: CodecStage[S]
+    _info: RequestInfo
+    _stage: CodecStage
     _listener: Listener
     #: The engine that makes this speech, and the latest request to it.
     engine: SpeechEngine[Any] = field(init=False)
@@ -142,7 +141,7 @@ class Receiver(Generic[S]):
             self.engine.cancel(request)
 
 
-class Utterance(Receiver[S]):
+class Utterance(Receiver):
     """Decodes one whole utterance."""
 
     def finished(self, *made: Any, **_: Any) -> None:
@@ -151,7 +150,7 @@ class Utterance(Receiver[S]):
         except SynthesisError as error:
             self.failed(error)
 
-    def decode(self, made: FinishedCodes[S]) -> None:
+    def decode(self, made: FinishedCodes) -> None:
         """Decodes an utterance, unless only codes are wanted; its speech, with the codes if they are wanted, ends the
         request."""
 
@@ -176,7 +175,7 @@ class Utterance(Receiver[S]):
         self._listener(Done(speech))
 
 
-class Streamer(Receiver[S]):
+class Streamer(Receiver):
     """Decodes one utterance chunk by chunk while it grows. The end is delivered after the last chunk."""
 
     streamed = True
@@ -187,7 +186,7 @@ class Streamer(Receiver[S]):
     looks_ahead = False
 
     def __init__(
-        self, info: RequestInfo[S], stage: CodecStage[S], listener: Listener, state: S | None = None
+        self, info: RequestInfo, stage: CodecStage, listener: Listener, state: State | None = None
     ) -> None:
         super().__init__(info, stage, listener)
         #: State of the codec; None while it is unknown, so that frames are buffered.
@@ -213,7 +212,7 @@ class Streamer(Receiver[S]):
         assert codes is not None
         return codes
 
-    def first_state(self) -> S | None:
+    def first_state(self) -> State | None:
         """A new state of the codec for this stream; None while the tokens do not determine it. Called once
         there is a frame."""
         return self._stage.new_state()
@@ -271,7 +270,7 @@ class Streamer(Receiver[S]):
 
 R = TypeVar("R")
 R_contra = TypeVar("R_contra", contravariant=True)
-O = TypeVar("O", bound=RequestInfo[Any])  # noqa: E741
+O = TypeVar("O", bound=RequestInfo)  # noqa: E741
 
 
 class SpeechEngine(Protocol[R_contra]):
@@ -286,13 +285,13 @@ class SpeechEngine(Protocol[R_contra]):
 
 
 @dataclass(eq=False, slots=True)
-class StageDecoder(Generic[S]):
+class StageDecoder:
     """The codec of a family without its model: decodes the codes of whole utterances."""
 
-    _stage: CodecStage[S]
+    _stage: CodecStage
     sample_rate: int
     #: Makes the codec's initial state from voice codes, int64 [n, codebooks].
-    _start: Callable[[Tensor], S] | None = None
+    _start: Callable[[Tensor], State] | None = None
 
     def decode(
         self,
@@ -327,9 +326,9 @@ class SpeechPipeline(ReadsRecordings, Generic[R, O]):
     def __init__(
         self,
         engine: SpeechEngine[R],
-        stage: CodecStage[Any],
-        streamer: Callable[[O, CodecStage[Any], Listener], Receiver[Any]] = Streamer,
-        utterance: Callable[[O, CodecStage[Any], Listener], Receiver[Any]] = Utterance,
+        stage: CodecStage,
+        streamer: Callable[[O, CodecStage, Listener], Receiver] = Streamer,
+        utterance: Callable[[O, CodecStage, Listener], Receiver] = Utterance,
         cuts_chunks: bool = False,
     ) -> None:
         """`cuts_chunks`: whether the engine delivers streams in chunks of the right size for the codec."""

@@ -47,7 +47,7 @@ KEPT_STATES = 64
 Made = tuple[Tensor, Tensor, WriteEvent | None]
 
 
-class CausalDecoder(Decoder[CodecState]):
+class CausalDecoder(Decoder):
     """Decodes codes [frames, codebooks] to audio with `samples_per_frame` samples per frame; strictly causal.
 
     On a CPU every utterance is decoded alone, so that its bits do not depend on others. On a GPU utterances

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,15 +24,15 @@ from kernels.cuda_graphs import CHUNK_PRIORITY, lacks_memory
 from kernels.registry import on_device
 from pipelines.audio import Samples
 from pipelines.codec.graphs import Codes, UtteranceGraphs
-from pipelines.codec.states import CodecState
 from pipelines.codec.transfer import PendingSamples, Sender, sent
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 
 log = logging.getLogger(__name__)
 
-S = TypeVar("S")
 T = TypeVar("T")
 Done = Callable[[Samples | NightjarError], None]
+#: The state of a stream or an utterance, which only a family's decoder reads.
+State = Any
 
 #: Maximum number of groups of a lane on a device at once: one that is being decoded, and one that follows
 #: without a pause. While streams are alive, whole utterances have only one.
@@ -48,22 +48,22 @@ QUIET_ARRIVALS = 8
 _ALIVE_SECONDS = 1.0
 
 
-class Decoder(Generic[S]):
+class Decoder:
     """A codec's decoder, which can continue from a state. Families derive from it."""
 
     #: The graphs that decode whole utterances in a continuous batch, if the decoder was prepared for it.
     utterances: UtteranceGraphs | None = None
 
-    def new_state(self) -> S:
+    def new_state(self) -> State:
         """The state before the first frame of a stream."""
         raise NotImplementedError
 
-    def decode(self, codes: Sequence[Tensor], states: Sequence[S | None] | None = None) -> list[Tensor]:
+    def decode(self, codes: Sequence[Tensor], states: Sequence[State | None] | None = None) -> list[Tensor]:
         """Decodes whole utterances [frames, codebooks] into samples [n] each; `states` are their initial
         states (None: a new state), and are not changed."""
         raise NotImplementedError
 
-    def decode_chunk(self, states: Sequence[S], codes: Sequence[Tensor]) -> list[Tensor]:
+    def decode_chunk(self, states: Sequence[State], codes: Sequence[Tensor]) -> list[Tensor]:
         """Decodes the next frames of streams and advances their states."""
         raise NotImplementedError
 
@@ -73,7 +73,7 @@ class Decoder(Generic[S]):
         return 0, None
 
     def start_chunks(
-        self, states: Sequence[S], codes: Sequence[Tensor], last: Sequence[bool]
+        self, states: Sequence[State], codes: Sequence[Tensor], last: Sequence[bool]
     ) -> PendingSamples:
         """Starts `decode_chunk` without waiting for its samples. If it raises a `NightjarError`, no state
         was advanced."""
@@ -81,14 +81,14 @@ class Decoder(Generic[S]):
 
 
 @dataclass(slots=True, eq=False)
-class Job(Generic[S]):
+class Job:
     """Codes [frames, codebooks] to decode: a whole utterance, or the next frames of a stream."""
 
     codes: Codes
     done: Done
     #: The state from which it starts; None: the codec's initial state. In a continuous batch: the state of
     #: its row while it has a row.
-    state: S | None
+    state: State | None
     last: bool
     deadline: float
     since: float
@@ -126,10 +126,10 @@ class Gathering(NamedTuple):
 _NO_GATHERING = Gathering()
 
 #: A group that was started, and its samples or its error.
-Started = tuple[Sequence[Job[S]], PendingSamples | NightjarError]
+Started = tuple[Sequence[Job], PendingSamples | NightjarError]
 
 
-class Lane(Generic[S]):
+class Lane:
     """The part that all lanes share. Calls `done` on its own threads."""
 
     #: Names of its two threads, and the priority of its CUDA stream.
@@ -141,16 +141,16 @@ class Lane(Generic[S]):
         on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=self._priority) if on_gpu else None
         #: Jobs that are not started, in the order of arrival.
-        self._waiting: deque[Job[S]] = deque()
+        self._waiting: deque[Job] = deque()
         self.waiting_frames = 0
         #: Jobs of which a part is started; only the thread that starts groups uses them.
-        self._inside: list[Job[S]] = []
+        self._inside: list[Job] = []
         self._arrivals: deque[float] = deque(maxlen=QUIET_ARRIVALS + 1)
         self._started = 0
         self._wake = threading.Condition()
         self._closing = False
         #: What was started, in order; None at the end.
-        self._pending: queue.SimpleQueue[list[Started[S]] | None] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[list[Started] | None] = queue.SimpleQueue()
         self.threads = [
             threading.Thread(target=run, name=name, daemon=True)
             for run, name in zip((self._start_groups, self._deliver_groups), self._names)
@@ -164,7 +164,7 @@ class Lane(Generic[S]):
         return bool(self._waiting or self._started) or lately
 
     def put(
-        self, codes: Codes, done: Done, state: S | None = None, last: bool = False, deadline: float = 0.0
+        self, codes: Codes, done: Done, state: State | None = None, last: bool = False, deadline: float = 0.0
     ) -> None:
         """Queues an utterance, or the next frames of a stream."""
         with self._wake:
@@ -190,11 +190,11 @@ class Lane(Generic[S]):
         """How much longer the next group waits for more codes."""
         return 0
 
-    def _take(self) -> list[Job[S]]:
+    def _take(self) -> list[Job]:
         """Removes the next group from the queue."""
         raise NotImplementedError
 
-    def _decode(self, group: list[Job[S]]) -> PendingSamples:
+    def _decode(self, group: list[Job]) -> PendingSamples:
         """Starts a group on the device."""
         raise NotImplementedError
 
@@ -238,7 +238,7 @@ class Lane(Generic[S]):
         is_quiet = len(self._arrivals) <= QUIET_ARRIVALS or self._arrivals[0] < now - 1
         return 0 if is_quiet or self._closing else max(self._gather_seconds(now), 0)
 
-    def _start(self, group: list[Job[S]]) -> list[Started[S]]:
+    def _start(self, group: list[Job]) -> list[Started]:
         """Starts a group. If that fails, starts its halves: one faulty job must not fail the others."""
         try:
             return [(group, self._decode(group))]
@@ -272,26 +272,26 @@ class Lane(Generic[S]):
                 outcome.release()
         return True
 
-    def _receive(self, job: Job[S], samples: PendingSamples, at: int) -> None:
+    def _receive(self, job: Job, samples: PendingSamples, at: int) -> None:
         """Receives the samples of one job of a group."""
         job.notify(_attempt(lambda: samples.of(at)))
 
 
-class StreamLane(Lane[S]):
+class StreamLane(Lane):
     """Decodes chunks of streams, the earliest deadline first and chunks of one size together; chunks of one
     stream keep their order."""
 
     _names = "codec-streams", "codec-chunks"
     _priority = CHUNK_PRIORITY
 
-    def __init__(self, decoder: Decoder[S], max_rows: int = 64, device: torch.device | None = None) -> None:
+    def __init__(self, decoder: Decoder, max_rows: int = 64, device: torch.device | None = None) -> None:
         self._decoder, self._max_rows = decoder, max_rows
         super().__init__(device)
 
-    def _take(self) -> list[Job[S]]:
+    def _take(self) -> list[Job]:
         """Removes the chunk with the earliest deadline, and chunks of other streams that can share its
         launch, in the order of their deadlines."""
-        first_chunks: dict[int, Job[S]] = {}
+        first_chunks: dict[int, Job] = {}
         for job in self._waiting:
             first_chunks.setdefault(id(job.state), job)
         heads = sorted(first_chunks.values(), key=lambda job: job.deadline)
@@ -304,14 +304,14 @@ class StreamLane(Lane[S]):
         self._waiting = deque(job for job in self._waiting if job not in taken)
         return group
 
-    def _start(self, group: list[Job[S]]) -> list[Started[S]]:
+    def _start(self, group: list[Job]) -> list[Started]:
         """Starts the chunks of streams that have not ended."""
         ended = [job for job in group if getattr(job.state, "closed", False)]
         group = [job for job in group if job not in ended]
         error = SynthesisError(ErrorCode.SYNTH_ABORTED, "The stream was ended.")
         return [(ended, error), *(super()._start(group) if group else ())]
 
-    def _decode(self, group: list[Job[S]]) -> PendingSamples:
+    def _decode(self, group: list[Job]) -> PendingSamples:
         states = [job.state for job in group if job.state is not None]
         return self._decoder.start_chunks(
             states, [torch.from_numpy(job.codes) for job in group], [job.last for job in group]
@@ -322,12 +322,12 @@ class StreamLane(Lane[S]):
         return not isinstance(error, NightjarError)
 
 
-class UtteranceLane(Lane[S]):
+class UtteranceLane(Lane):
     """Decodes whole utterances in groups, in the order of arrival."""
 
     def __init__(
         self,
-        decoder: Decoder[S],
+        decoder: Decoder,
         max_batch: int = 64,
         device: torch.device | None = None,
         gathering: Gathering = _NO_GATHERING,
@@ -340,10 +340,10 @@ class UtteranceLane(Lane[S]):
         full = len(self._waiting) >= self._max_batch or self.waiting_frames >= self.gathering.frames
         return 0 if full else self.gathering.seconds - (now - self._waiting[0].since)
 
-    def _take(self) -> list[Job[S]]:
+    def _take(self) -> list[Job]:
         """Removes the oldest utterances, up to a full batch."""
         full, small = self.gathering.frames, self.gathering.beside_streams()
-        batch: list[Job[S]] = []
+        batch: list[Job] = []
         frames = 0
         while self._waiting and len(batch) < self._max_batch and frames < full:
             count = len(self._waiting[0].codes)
@@ -353,12 +353,12 @@ class UtteranceLane(Lane[S]):
             frames += count
         return batch
 
-    def _decode(self, group: list[Job[S]]) -> PendingSamples:
+    def _decode(self, group: list[Job]) -> PendingSamples:
         codes = [torch.from_numpy(job.codes) for job in group]
         return self._send(self._decoder.decode(codes, [job.state for job in group]))
 
 
-class ContinuousLane(Lane[CodecState]):
+class ContinuousLane(Lane):
     """Decodes whole utterances as a continuous batch, in the order of arrival; each step decodes the next
     frames of every utterance that has a row.
 
@@ -376,7 +376,7 @@ class ContinuousLane(Lane[CodecState]):
         full = len(self._waiting) + len(self._inside) >= self._steps.rows
         return 0 if full else self.gathering.seconds - (now - self._last_start)
 
-    def _take(self) -> list[Job[CodecState]]:
+    def _take(self) -> list[Job]:
         """Frees the rows of failed jobs, which were notified before their end. Removes the jobs that waited
         longest, one for each free row."""
         self._last_start = self.gathering.monotonic()
@@ -387,12 +387,12 @@ class ContinuousLane(Lane[CodecState]):
         free = self._steps.rows - len(self._inside)
         return [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
 
-    def _leave(self, job: Job[CodecState]) -> None:
+    def _leave(self, job: Job) -> None:
         if job.state is not None:
             self._steps.leave(job.state)
         job.state = None
 
-    def _start(self, group: list[Job[CodecState]]) -> list[Started[CodecState]]:
+    def _start(self, group: list[Job]) -> list[Started]:
         """Gives these jobs rows and starts a step. A step that fails loses the states of all its jobs."""
         for job in group:
             self._join(job)
@@ -409,7 +409,7 @@ class ContinuousLane(Lane[CodecState]):
         self._inside = [job for job in inside if job.state is not None]
         return [(inside, outcome)]
 
-    def _join(self, job: Job[CodecState]) -> None:
+    def _join(self, job: Job) -> None:
         """Gives a job a row, or notifies its receiver of the error."""
         if not len(job.codes):
             job.notify(job.samples)
@@ -422,7 +422,7 @@ class ContinuousLane(Lane[CodecState]):
         except Exception as error:  # noqa: BLE001 (`failure` logs it)
             job.notify(failure(error))
 
-    def _receive(self, job: Job[CodecState], samples: PendingSamples, at: int) -> None:
+    def _receive(self, job: Job, samples: PendingSamples, at: int) -> None:
         place = job.samples[job.received : job.received + self._steps.frames * self._steps.samples_per_frame]
         job.received += len(place)
         outcome = _attempt(lambda: samples.of(at, place))
@@ -453,7 +453,7 @@ def failure(error: Exception) -> NightjarError:
     return SynthesisError(ErrorCode.SYNTH_ENGINE, f"The codec failed: {error}.", "See the log.")
 
 
-class CodecStage(Generic[S]):
+class CodecStage:
     """Decodes codes on its own threads: one lane for whole utterances, and one for streams, which never waits
     for the other lane.
 
@@ -467,7 +467,7 @@ class CodecStage(Generic[S]):
 
     def __init__(
         self,
-        decoder: Decoder[S] | None = None,
+        decoder: Decoder | None = None,
         max_batch: int = 64,
         device: torch.device | None = None,
         gather_seconds: float = 0.0,
@@ -478,7 +478,7 @@ class CodecStage(Generic[S]):
         decoder = decoder or Decoder()
         self._streams = StreamLane(decoder, max_batch, device)
         gathering = Gathering(gather_seconds, gather_frames, self._streams.alive)
-        self._utterances: Lane[Any] = (
+        self._utterances: Lane = (
             UtteranceLane(decoder, max_batch, device, gathering)
             if decoder.utterances is None
             else ContinuousLane(decoder.utterances, device, gathering)
@@ -504,7 +504,7 @@ class CodecStage(Generic[S]):
         """Whether this is one of the stage's own threads, which call `done` and must not block."""
         return threading.current_thread() in (*self._streams.threads, *self._utterances.threads)
 
-    def end(self, state: S) -> None:
+    def end(self, state: State) -> None:
         """Ends the stream of this state: no further chunk of it is decoded, and its device memory is released.
 
         May be called on any thread and more than once. It is optional: an unreferenced state releases its

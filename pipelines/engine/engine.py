@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +50,7 @@ class Engine:
         executor: FrameExecutor,
         options: EngineOptions,
         waiting_room: int = 64,
-        stage: CodecStage[Any] | None = None,
+        stage: CodecStage | None = None,
         codec: str = "",
     ) -> None:
         """`codec`: how the codec differs from the default, for `info`."""
@@ -240,7 +239,7 @@ class NativeHost:
         """The engine's sizes and executor."""
         return self._engine.info
 
-    def submit(self, request: TokenRequest, receiver: Receiver[Any]) -> None:
+    def submit(self, request: TokenRequest, receiver: Receiver) -> None:
         """Queues a sequence; see `pipelines.tokens.TokenHost`. A receiver may call it, and a stream never
         blocks.
 
@@ -280,7 +279,7 @@ class NativeHost:
 class _Receiver:
     """Converts the frames of a request to tokens for a receiver."""
 
-    def __init__(self, receiver: Receiver[Any], host: NativeHost, max_tokens: int) -> None:
+    def __init__(self, receiver: Receiver, host: NativeHost, max_tokens: int) -> None:
         self._receiver, self._tokens_of, self._max_tokens = receiver, host.tokens_of, max_tokens
         self._passed = 0
         self.failed = receiver.failed

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import torch
@@ -387,7 +387,7 @@ class NativeModelOptions(ModelOptions):
         return self.waiting_room or (slots if device.type == "cuda" else _CPU_WAITING_ROOM)
 
     def open_engine(
-        self, model: FrameModel, sizes: EngineOptions, stage: CodecStage[Any], codec: str = ""
+        self, model: FrameModel, sizes: EngineOptions, stage: CodecStage, codec: str = ""
     ) -> Engine:
         """Opens the engine of a loaded model, whose codes `stage` decodes. Raises like `open_executor`."""
         sizes = replace(sizes, runaway_guard=self.runaway_guard and not self.keep_unfinished)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.duration import longest_seconds
 from pipelines.engine.opening import NativeModelOptions, explain_oom
@@ -123,14 +122,14 @@ class TurnPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class FishRequestInfo(RequestInfo[CodecState]):
+class FishRequestInfo(RequestInfo):
     """The parts of a request that its results need."""
 
     plan: TurnPlan
     #: Sizes of the codebooks.
     sizes: Sequence[int]
 
-    def read(self, tokens: Tokens) -> FinishedCodes[CodecState]:
+    def read(self, tokens: Tokens) -> FinishedCodes:
         """The frames of all turns. Raises `SynthesisError`: `synth.no_eos`, and `synth.no_audio` if a turn has
         no frames."""
         assert tokens.codes is not None
@@ -142,10 +141,10 @@ class FishRequestInfo(RequestInfo[CodecState]):
         return FinishedCodes(heard, tokens.finish, log_probabilities=own)
 
 
-class Turns(Receiver[CodecState]):
+class Turns(Receiver):
     """A mixin for receivers, which then receive all turns as one sequence."""
 
-    def __init__(self, info: FishRequestInfo, stage: CodecStage[CodecState], listener: Listener) -> None:
+    def __init__(self, info: FishRequestInfo, stage: CodecStage, listener: Listener) -> None:
         super().__init__(info, stage, listener)
         self._plan = info.plan
         self._columns = 0
@@ -181,11 +180,11 @@ class Turns(Receiver[CodecState]):
         super().finished(Tokens(codes[:, 0].tolist(), "length" if plan.cut else "stop", codes, own))
 
 
-class FishUtterance(Turns, Utterance[CodecState]):
+class FishUtterance(Turns, Utterance):
     """The speech of all turns."""
 
 
-class FishStreamer(Turns, Streamer[CodecState]):
+class FishStreamer(Turns, Streamer):
     """A stream of frames, 21.5 per second: the first chunk is the first frame."""
 
 
@@ -241,7 +240,7 @@ def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
     return FishPipeline(config, vocabulary, codec, host, stage, keep_unfinished=chosen.keep_unfinished)
 
 
-def open_decoder(folder: Path, **options: Any) -> StageDecoder[CodecState]:
+def open_decoder(folder: Path, **options: Any) -> StageDecoder:
     """Loads the decoder of a checkpoint's codec alone, with the options of `open_pipeline`; raises like it."""
     chosen = read_model_options(options, NativeModelOptions, FishOptions)
     config = FishConfig.from_folder(folder)
@@ -266,7 +265,7 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         vocabulary: Vocabulary,
         codec: Codec,
         host: TokenHost,
-        stage: CodecStage[CodecState],
+        stage: CodecStage,
         *,
         keep_unfinished: bool = False,
     ) -> None:
@@ -319,7 +318,7 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         return plan.current, info
 
 
-def open_stage(decoder: CodecDecoder | None, decode_frames: int | None = None) -> CodecStage[CodecState]:
+def open_stage(decoder: CodecDecoder | None, decode_frames: int | None = None) -> CodecStage:
     """Opens the codec's stage; without a decoder it only stands for one. On a GPU utterances are gathered into batches of up to `decode_frames` frames."""
     if decoder is None:
         return CodecStage()

@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class FrameRequestInfo(RequestInfo[CodecState]):
+class FrameRequestInfo(RequestInfo):
     """A request's info. `start`: when cloning in context, the codec's state after the codes of the
     reference."""
 
@@ -92,9 +92,7 @@ class FrameRequestInfo(RequestInfo[CodecState]):
     #: The codes of that reference, int64 [frames, codebooks].
     voice_codes: IntArray | None = None
 
-    def read(
-        self, codes: IntArray, finish: Finish, log_probabilities: FloatArray
-    ) -> FinishedCodes[CodecState]:
+    def read(self, codes: IntArray, finish: Finish, log_probabilities: FloatArray) -> FinishedCodes:
         """See `RequestInfo.read`; codes: [frames, codebooks]."""
         self.check_end(finish, len(codes))
         if not len(codes):
@@ -102,10 +100,10 @@ class FrameRequestInfo(RequestInfo[CodecState]):
         return FinishedCodes(codes, finish, self.start, None, self.voice_codes, log_probabilities)
 
 
-class FrameStreamer(Streamer[CodecState]):
+class FrameStreamer(Streamer):
     """Decodes an utterance from the chunks that the engine makes."""
 
-    def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], listener: Listener) -> None:
+    def __init__(self, info: FrameRequestInfo, stage: CodecStage, listener: Listener) -> None:
         super().__init__(info, stage, listener, info.start.copy() if info.start else stage.new_state())
         self._frame_seconds = info.frame_seconds
         self._received = 0
@@ -302,7 +300,7 @@ def start_warming(decoder: CodecDecoder | None, clones: bool = False) -> Callabl
 
 def open_stage(
     decoder: CodecDecoder | None, decode_frames: int | None = None, streams: bool = False
-) -> CodecStage[CodecState]:
+) -> CodecStage:
     """Opens the codec's stage; without a decoder it only stands for one. On a GPU it gathers utterances into batches of up to `decode_frames` frames, or
     decodes them as a continuous batch if the decoder was prepared for one. `streams`: whether there can be
     streams."""
@@ -332,7 +330,7 @@ def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
     return Qwen3TTSPipeline(folder, read_options(PipelineOptions, options))
 
 
-def open_decoder(folder: Path, **options: Any) -> StageDecoder[CodecState]:
+def open_decoder(folder: Path, **options: Any) -> StageDecoder:
     """Loads the decoder of a checkpoint's codec alone, with the options of `open_pipeline`; raises like it."""
     chosen = read_options(PipelineOptions, {**options, "decodes": True})
     codec = _codec(folder, chosen, open_device(chosen.device, chosen.threads), encodes=False)

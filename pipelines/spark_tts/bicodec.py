@@ -281,7 +281,7 @@ class Voice:
     tail: Tensor | None = None
 
 
-class BiCodecDecoder(Decoder[Voice]):
+class BiCodecDecoder(Decoder):
     """Decodes semantic tokens, int64 [steps, 1], as the codes of the codec's stage. Its states are voices.
 
     Empty codes end a stream. On the CPU, and with `alone`, every utterance is decoded by itself: in a batch it

@@ -45,7 +45,7 @@ from pipelines.vllm_engine.library import ModelSpec, load_vllm
 
 
 @dataclass(frozen=True, slots=True)
-class SparkRequestInfo(RequestInfo[Voice]):
+class SparkRequestInfo(RequestInfo):
     """The parts of a request that its results need."""
 
     vocabulary: Vocabulary
@@ -56,7 +56,7 @@ class SparkRequestInfo(RequestInfo[Voice]):
     #: Maximum semantic tokens of the speech; None: the LM's limit.
     max_semantic: int | None = None
 
-    def read(self, tokens: Tokens) -> FinishedCodes[Voice]:
+    def read(self, tokens: Tokens) -> FinishedCodes:
         """See `RequestInfo.read`; cuts speech that is longer than requested."""
         found, finish = self.vocabulary.parse(tokens.ids), tokens.finish
         semantic = found.semantic[: self.max_semantic]
@@ -75,13 +75,13 @@ class SparkRequestInfo(RequestInfo[Voice]):
         return FinishedCodes(column(semantic), finish, state, None, column(voice), own)
 
 
-class SparkStreamer(Streamer[Voice]):
+class SparkStreamer(Streamer):
     """A stream of semantic tokens, 50 per second. The global tokens of a created voice precede them."""
 
     chunk_frames = (20, 25, 50, 100)
     looks_ahead = True
 
-    def __init__(self, info: SparkRequestInfo, stage: CodecStage[Voice], listener: Listener) -> None:
+    def __init__(self, info: SparkRequestInfo, stage: CodecStage, listener: Listener) -> None:
         super().__init__(info, stage, listener)
         self._request = info
         self._ids: list[int] = []
@@ -166,7 +166,7 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     return SparkPipeline(parts, stage, host, chosen.keep_unfinished)
 
 
-def open_decoder(folder: Path, **options: Any) -> StageDecoder[Voice]:
+def open_decoder(folder: Path, **options: Any) -> StageDecoder:
     """Loads the decoder of a checkpoint's codec alone, with the options of `open_pipeline`; raises like it."""
     chosen = read_model_options(options, NativeModelOptions, TokenModelOptions)
     device, config = open_device(chosen.device, chosen.threads), SparkConfig.from_folder(folder)
@@ -197,7 +197,7 @@ class Parts(NamedTuple):
         return cls(config, vocabulary, ReferenceEncoder(config, tokenizer, features), codec)
 
 
-def open_stage(codec: BiCodec | None, reproducible: bool = False) -> CodecStage[Voice]:
+def open_stage(codec: BiCodec | None, reproducible: bool = False) -> CodecStage:
     """Opens BiCodec's stage; without a decoder it only stands for one. On a GPU utterances are gathered into
     batches, unless `reproducible`."""
     if codec is None:
@@ -210,7 +210,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
     """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`."""
 
     def __init__(
-        self, parts: Parts, stage: CodecStage[Voice], host: TokenHost, keep_unfinished: bool = False
+        self, parts: Parts, stage: CodecStage, host: TokenHost, keep_unfinished: bool = False
     ) -> None:
         self.parts, self.config, self.host = parts, parts.config, host
         self.name = self.config.folder.name

@@ -121,7 +121,7 @@ def _sizes(config: SpeechLmConfig) -> Any:
         raise bad_checkpoint(f"{place} does not describe a codec: {error}.") from error
 
 
-class XcodecDecoder(Decoder[None]):
+class XcodecDecoder(Decoder):
     """Decodes whole utterances. On the CPU each is decoded alone, because it is rounded differently in a
     batch."""
 

@@ -94,7 +94,7 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
     return SpeechLmPipeline(config, coder, encoder, codec, host, chosen)
 
 
-def open_decoder(folder: Path, **options: Any) -> StageDecoder[None]:
+def open_decoder(folder: Path, **options: Any) -> StageDecoder:
     """Loads the decoder of a checkpoint's codec alone, with the options of `open_pipeline`; raises like it."""
     chosen = read_options(SpeechLmOptions, options)
     device, config = open_device(chosen.device, chosen.threads), SpeechLmConfig.from_folder(folder)
@@ -103,7 +103,7 @@ def open_decoder(folder: Path, **options: Any) -> StageDecoder[None]:
     return StageDecoder(open_stage(codec), config.sample_rate)
 
 
-def open_stage(codec: Xcodec | None) -> CodecStage[None]:
+def open_stage(codec: Xcodec | None) -> CodecStage:
     """Opens the codec's stage; without a decoder it only stands for one."""
     if codec is None:
         return CodecStage()
@@ -111,7 +111,7 @@ def open_stage(codec: Xcodec | None) -> CodecStage[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeechLmRequestInfo(RequestInfo[None]):
+class SpeechLmRequestInfo(RequestInfo):
     """The parts of a request that are needed later: for its results, and to request the audio after the text."""
 
     config: SpeechLmConfig
@@ -119,7 +119,7 @@ class SpeechLmRequestInfo(RequestInfo[None]):
     script: Script
 
 
-class SpeechLmUtterance(Utterance[None]):
+class SpeechLmUtterance(Utterance):
     """Receives a request's text, and then requests the audio after it."""
 
     _info: SpeechLmRequestInfo  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -256,7 +256,7 @@ class VllmHost:
             engine="vllm",
         )
 
-    def submit(self, request: TokenRequest, receiver: Receiver[Any]) -> None:
+    def submit(self, request: TokenRequest, receiver: Receiver) -> None:
         """Queues a sequence; blocks while the waiting room is full, except on the host's own thread.
 
         Raises `SynthesisError` (`synth.aborted`) after the host is closed, and `EngineCrashError` after its
@@ -343,12 +343,12 @@ class VllmHost:
             self._llm.shutdown()
         await _cancelled(task for task in asyncio.all_tasks() if task is not asyncio.current_task())
 
-    def _enter(self, request: TokenRequest, receiver: Receiver[Any]) -> None:
+    def _enter(self, request: TokenRequest, receiver: Receiver) -> None:
         self._tasks[request] = task = self._loop.create_task(self._sequence(request, receiver))
         # A callback, because a task that is cancelled before its first step runs none of its own code.
         task.add_done_callback(lambda task: self._ended(task, request, receiver))
 
-    def _ended(self, task: asyncio.Task[Tokens], request: TokenRequest, receiver: Receiver[Any]) -> None:
+    def _ended(self, task: asyncio.Task[Tokens], request: TokenRequest, receiver: Receiver) -> None:
         """Frees the place of an ended sequence and delivers its result to the receiver."""
         error = self._failure(task)
         del self._tasks[request]
@@ -380,7 +380,7 @@ class VllmHost:
         message = f"vLLM failed: {type(error).__name__}: {error}."
         return SynthesisError(ErrorCode.SYNTH_ENGINE, message, "See the log.")
 
-    async def _sequence(self, request: TokenRequest, receiver: Receiver[Any]) -> Tokens:
+    async def _sequence(self, request: TokenRequest, receiver: Receiver) -> Tokens:
         name = f"{request.request_id}#{next(self._numbers)}"
         if request.shadow is None:
             return await self._collect(name, request, receiver)
@@ -393,7 +393,7 @@ class VllmHost:
         finally:
             await self._llm.abort(shadow)
 
-    async def _collect(self, name: str, request: TokenRequest, receiver: Receiver[Any]) -> Tokens:
+    async def _collect(self, name: str, request: TokenRequest, receiver: Receiver) -> Tokens:
         ids: list[int] = []
         codes: list[NDArray[np.int64]] = []
         finish = None

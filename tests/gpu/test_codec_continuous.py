@@ -60,7 +60,7 @@ def codes(frames: int, seed: int) -> Tensor:
 def uttered(
     decoder: CodecDecoder, items: list[Tensor], starts: dict[int, CodecState] | None = None
 ) -> list[Tensor]:
-    stage: CodecStage[CodecState] = CodecStage(decoder, 256, decoder.device, 0.05)
+    stage: CodecStage = CodecStage(decoder, 256, decoder.device, 0.05)
     places = [queue.SimpleQueue[np.ndarray | NightjarError]() for _ in items]
     for at, (item, place) in enumerate(zip(items, places)):
         stage.decode(item.numpy(), place.put, (starts or {}).get(at))

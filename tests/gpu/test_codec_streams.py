@@ -224,7 +224,7 @@ def test_three_hundred_streams_that_come_and_go_leave_nothing() -> None:
     """A third are ended at a random point; what the others hear is their speech; all rows and all memory
     are free at the end."""
     decoder, plan = prepared(), random.Random(4)
-    stage: CodecStage[CodecState] = CodecStage(decoder, 256, decoder.device)
+    stage: CodecStage = CodecStage(decoder, 256, decoder.device)
     chunks = [1, 2, 4, 8, 12, 12, 12]
 
     def converse(seed: int, heard: dict[int, Tensor]) -> None:
@@ -280,7 +280,7 @@ def test_whole_utterances_beside_streams_are_the_same_bits() -> None:
     """In reproducible mode, where no sample depends on its company: utterances beside streams, and streams
     among others."""
     decoder = prepared(True)
-    stage: CodecStage[CodecState] = CodecStage(decoder, 256, decoder.device)
+    stage: CodecStage = CodecStage(decoder, 256, decoder.device)
     utterances = [codes(frames, frames) for frames in (30, 61, 100, 17)]
     alone = decoder.decode(utterances)
     speech = codes(27, 5)

@@ -108,7 +108,7 @@ def test_the_stage_on_its_own_stream_hands_on_what_the_decoder_makes() -> None:
     """Whole utterances and a stream in windows, through the stage that the pipeline uses on a GPU."""
     made, (semantic, voices) = codec(torch.bfloat16), tokens(LENGTHS)
     wanted = [wave.cpu() for wave in made.decode(semantic, voices)]
-    stage: CodecStage[Voice] = CodecStage(BiCodecDecoder(made), device=made.device)
+    stage: CodecStage = CodecStage(BiCodecDecoder(made), device=made.device)
     heard: dict[int, Tensor] = {}
     streamed: list[Tensor] = []
     state = Voice(voices[0])

@@ -14,7 +14,7 @@ from pipelines.results import Receiver
 from pipelines.tokens import Tokens
 
 
-class _Told(Receiver[Any]):
+class _Told(Receiver):
     """Hands all on to the receiver of its info."""
 
     def __init__(self, info: Any, stage: Any, listener: Listener) -> None:

@@ -86,7 +86,7 @@ def uttered(
     decoder: Continuous, items: list[Tensor], starts: dict[int, CodecState] | None = None
 ) -> list[np.ndarray | NightjarError]:
     """What the stage makes of the items, handed over in this order."""
-    heard, stage = Heard(), CodecStage[CodecState](decoder)
+    heard, stage = Heard(), CodecStage(decoder)
     for at, item in enumerate(items):
         stage.decode(item.numpy(), heard.at(str(at)), (starts or {}).get(at))
     found = dict(heard.take(len(items)))
@@ -179,7 +179,7 @@ def test_a_step_that_fails_ends_those_in_it_and_nobody_else() -> None:
 
 def test_a_stage_that_is_closed_decodes_what_it_has() -> None:
     decoder, heard = Continuous(2), Heard()
-    stage: CodecStage[CodecState] = CodecStage(decoder, gather_seconds=10_000.0)
+    stage: CodecStage = CodecStage(decoder, gather_seconds=10_000.0)
     items = [codes(10, seed) for seed in range(12)]
     for at, item in enumerate(items):
         stage.decode(item.numpy(), heard.at(str(at)))

@@ -209,7 +209,7 @@ def test_a_receiver_that_raises_stops_nobody_and_is_on_the_lanes_thread() -> Non
 
 
 def test_one_that_turns_over_while_places_are_freed_keeps_its_own_or_gives_it_back() -> None:
-    class Turning(stage_module.Job[Sum]):
+    class Turning(stage_module.Job):
         """Is told of a fault by another thread, right after it was looked at."""
 
         looks = 0

@@ -14,7 +14,6 @@ from torch import Tensor
 from benchmarks.checkpoint import TINY_CODEC, dummy_decoder
 from pipelines.codec.graphs import UtteranceGraphs
 from pipelines.codec.stage import CodecStage
-from pipelines.codec.states import CodecState
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
 from pipelines.qwen3_tts.config import CodecConfig
@@ -71,7 +70,7 @@ def test_in_a_continuous_batch_it_is_the_whole_decode() -> None:
             self.utterances.prepare()
 
     items, heard = [codes(frames, frames) for frames in (9, 1, 4, 13, 6, 80)], Heard()
-    stage: CodecStage[CodecState] = CodecStage(Continuous())
+    stage: CodecStage = CodecStage(Continuous())
     for at, item in enumerate(items):
         stage.decode(item.numpy(), heard.at(str(at)))
     for name, found in heard.take(len(items)):

@@ -283,7 +283,7 @@ def test_streams_that_end_at_any_point_leave_no_row_behind() -> None:
     """Through the stage: some speak to their end, some are ended and some are forgotten while a chunk is
     under way."""
     decoder = Prepared(8)
-    stage: CodecStage[CodecState] = CodecStage(decoder)
+    stage: CodecStage = CodecStage(decoder)
 
     def speak(seed: int) -> None:
         plan, heard = random.Random(seed), queue.SimpleQueue[object]()
@@ -313,7 +313,7 @@ def test_streams_that_end_at_any_point_leave_no_row_behind() -> None:
 
 def test_a_stage_that_waits_keeps_no_stream_that_is_forgotten() -> None:
     decoder, heard = Prepared(1), queue.SimpleQueue[object]()
-    stage: CodecStage[CodecState] = CodecStage(decoder)
+    stage: CodecStage = CodecStage(decoder)
     state = stage.new_state()
     stage.decode_chunk(codes(1, 0).numpy(), heard.put, state)
     assert isinstance(heard.get(timeout=240), np.ndarray)

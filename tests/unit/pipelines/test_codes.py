@@ -68,7 +68,7 @@ def opened(case: Case, **options: Any) -> Pipeline:
 
 
 def decoded(
-    decoder: StageDecoder[Any], codes: NDArray[np.int16], voice_codes: NDArray[np.int16] | None
+    decoder: StageDecoder, codes: NDArray[np.int16], voice_codes: NDArray[np.int16] | None
 ) -> NDArray[np.float32]:
     found: list[NDArray[np.float32] | NightjarError] = []
     ended = Event()

@@ -35,7 +35,7 @@ class Sum:
     total: int = 0
 
 
-class Adder(Decoder[Sum]):
+class Adder(Decoder):
     """A decoder whose samples are running sums; codes of 13 break it, codes of 99 come out as NaN."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Adder(Decoder[Sum]):
         return waves
 
 
-class Slow(Decoder[Sum]):
+class Slow(Decoder):
     """A decoder of which only whole utterances wait for the gate."""
 
     def __init__(self, adder: Adder) -> None:
@@ -165,7 +165,7 @@ def test_samples_are_float32_on_the_host() -> None:
     assert not torch.is_tensor(samples)
 
 
-class Ahead(UtteranceLane[Sum]):
+class Ahead(UtteranceLane):
     """A lane whose device takes its time, as a GPU does; `events` are those of its batches."""
 
     def __init__(self, decoder: Adder, max_batch: int, gathering: Gathering | None = None) -> None:
@@ -179,7 +179,7 @@ class Ahead(UtteranceLane[Sum]):
         return samples
 
 
-def put(lane: UtteranceLane[Sum], done: Done, *values: int) -> None:
+def put(lane: UtteranceLane, done: Done, *values: int) -> None:
     lane.put(codes(*values), done)
 
 
@@ -297,7 +297,7 @@ def test_a_receiver_that_raises_stops_nobody_and_is_on_the_stages_thread() -> No
 
 
 def test_an_error_that_shows_late_is_told_to_all_of_its_batch() -> None:
-    class Late(UtteranceLane[Sum]):
+    class Late(UtteranceLane):
         def _decode(self, group: list[Any]) -> PendingSamples:
             samples = super()._decode(group)
             samples.event = Broken()  # pyright: ignore[reportAttributeAccessIssue]

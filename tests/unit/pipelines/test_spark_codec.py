@@ -102,7 +102,7 @@ def test_windows_of_several_streams_share_a_call(codec: BiCodec) -> None:
 
 
 def test_the_stage_decodes_utterances_and_streams_of_any_mix(codec: BiCodec) -> None:
-    stage: CodecStage[Voice] = CodecStage(BiCodecDecoder(codec))
+    stage: CodecStage = CodecStage(BiCodecDecoder(codec))
     heard: list[object] = []
     rows = [tokens(codec, length, length) for length in (3, 50, 8)]
     for semantic, voice in rows:

@@ -33,7 +33,7 @@ class _Engine:
 class _Started:
     """One stream, and all that is heard of it."""
 
-    def __init__(self, stage: CodecStage[Any]) -> None:
+    def __init__(self, stage: CodecStage) -> None:
         self.engine, self.heard = _Engine(), list[Event]()
         engine, streamer_class = self.engine, SpeechLmStreamer
         pipeline = SpeechPipeline[Any, Any](engine, stage, streamer_class, SpeechLmUtterance)  # pyright: ignore[reportArgumentType]
@@ -45,7 +45,7 @@ class _Started:
 @pytest.fixture
 def started() -> Iterator[_Started]:
     decoder: Any = SimpleNamespace(new_state=lambda: None, utterances=None)
-    stage: CodecStage[Any] = CodecStage(decoder)
+    stage: CodecStage = CodecStage(decoder)
     yield _Started(stage)
     stage.close()
 
