@@ -9,7 +9,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.audio import NO_SAMPLES, Samples
@@ -21,6 +20,7 @@ from pipelines.request import (
     AnyRequest,
     AudioChunk,
     Capabilities,
+    Codes,
     Done,
     EngineInfo,
     EngineStats,
@@ -295,8 +295,8 @@ class StageDecoder:
 
     def decode(
         self,
-        codes: NDArray[np.int16],
-        voice_codes: NDArray[np.int16] | None,
+        codes: Codes,
+        voice_codes: Codes | None,
         done: Callable[[Samples | NightjarError], None],
     ) -> None:
         """Calls `done` with the samples that the pipeline would make of these codes, see `Speech`, or an error."""

@@ -24,6 +24,7 @@ from pipelines.engine.scheduler import Finish, FrameReceiver, GenerationRequest,
 from pipelines.engine.state import Placement
 from pipelines.engine.turns import Playback, TurnPlanner
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.request import IntArray
 
 log = logging.getLogger(__name__)
 
@@ -321,7 +322,7 @@ class EngineCore:
             message = f"After {seconds:.1f} s the speech repeats itself, or is much longer than its text."
             self._fail(running[index], SynthesisError(ErrorCode.SYNTH_RUNAWAY, message, "Try another seed."))
 
-    def _take(self, utterance: Utterance, codes: NDArray[np.int64], flags: NDArray[np.uint8] | None) -> None:
+    def _take(self, utterance: Utterance, codes: IntArray, flags: NDArray[np.uint8] | None) -> None:
         """Receives the frames of one utterance as in `Utterance.parts`, up to its end; `flags`: None if none is
         set."""
         room = utterance.request.max_tokens - utterance.made

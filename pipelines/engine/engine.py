@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kernels.registry import on_device
 from pipelines.codec.stage import CodecStage
@@ -19,7 +18,7 @@ from pipelines.engine.scheduler import Finish, FrameReceiver, GenerationRequest,
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import engine_closed
 from pipelines.nn.checkpoint import device_name, type_name
-from pipelines.request import EngineInfo, EngineStats, FloatArray
+from pipelines.request import EngineInfo, EngineStats, FloatArray, IntArray
 from pipelines.results import Receiver
 from pipelines.tokens import TokenPrompt, TokenRequest, Tokens
 
@@ -220,7 +219,7 @@ class NativeHost:
     def __init__(
         self,
         engine: Engine,
-        ids: NDArray[np.int64],
+        ids: IntArray,
         prefixes: Callable[[TokenPrompt], Sequence[PromptPrefix]] = lambda _: (),
         codebooks: int = 1,
     ) -> None:
@@ -269,7 +268,7 @@ class NativeHost:
         )  # fmt: skip
         self._engine.submit(wanted, _Receiver(receiver, self, sampling.max_tokens))
 
-    def tokens_of(self, codes: NDArray[np.int64]) -> tuple[list[int], NDArray[np.int64] | None]:
+    def tokens_of(self, codes: IntArray) -> tuple[list[int], IntArray | None]:
         """The ids of frames [frames, codebooks], and the codes of their steps."""
         frames = codes if len(codes) else codes.reshape(0, self._codebooks)
         ids = self._ids[frames[:, 0]]
@@ -284,11 +283,11 @@ class _Receiver:
         self._passed = 0
         self.failed = receiver.failed
 
-    def frames(self, codes: NDArray[np.int64]) -> None:
+    def frames(self, codes: IntArray) -> None:
         self._passed += len(codes)
         self._receiver.tokens(*self._tokens_of(codes))
 
-    def finished(self, codes: NDArray[np.int64], finish: Finish, log_probabilities: FloatArray) -> None:
+    def finished(self, codes: IntArray, finish: Finish, log_probabilities: FloatArray) -> None:
         if self._receiver.streamed and len(codes) > self._passed:
             self.frames(codes[self._passed :])
         ids, columns = self._tokens_of(codes)

@@ -21,6 +21,7 @@ from kernels.sampler import DrawFlags
 from pipelines.engine.buckets import buckets_for
 from pipelines.engine.state import PagedKV, SlotState
 from pipelines.engine.turns import CHUNK_FRAMES, FIRST_FRAMES
+from pipelines.request import IntArray
 
 #: Rows of every batch on a CPU: with one shape, a row's bits do not depend on the number of rows.
 CPU_ROWS = 32
@@ -104,7 +105,7 @@ class FrameModel:
         """Embeds several prompts. Families can override it to use fewer launches."""
         return [self.embed(prompt) for prompt in prompts]
 
-    def take_text(self, ids: NDArray[np.int64]) -> None:
+    def take_text(self, ids: IntArray) -> None:
         """Prepares text ids that follow a prompt."""
 
     def make_kv(self, pages: int, page_size: int) -> PagedKV:
@@ -163,7 +164,7 @@ class FrameCodes:
     """Frames on the host. codes: int64 [frames, rows, codebooks]; flags: uint8 [frames, rows] of `ENDED` and
     `NOT_FINITE`; log_probabilities: float32 [frames, rows] of codebook 0, see `kernels.sampler.log_probability`."""
 
-    codes: NDArray[np.int64]
+    codes: IntArray
     flags: NDArray[np.uint8]
     log_probabilities: NDArray[np.float32]
 
@@ -207,7 +208,7 @@ class FrameExecutor:
         return [self.embed(prompt) for prompt in prompts]
 
     @torch.inference_mode()
-    def take_text(self, ids: NDArray[np.int64]) -> None:
+    def take_text(self, ids: IntArray) -> None:
         """Prepares text ids that follow a prompt."""
         self._model.take_text(ids)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+
+from pipelines.request import Codes, IntArray
 
 #: Maximum seconds of a part that is repeated, and seconds of repetition after which an utterance runs away. They are
 #: longer than a pause inside of speech, whose codes may be equal.
@@ -33,7 +34,7 @@ class RunawayGuard:
         self._codes[slot], self._counts[slot] = -1, 0
         self._left[slot] = np.iinfo(np.int64).max if longest is None else longest
 
-    def record(self, slots: Sequence[int], codes: NDArray[np.int64]) -> list[int]:
+    def record(self, slots: Sequence[int], codes: IntArray) -> list[int]:
         """Adds the frames of a turn, codes [frames, slots], and returns the indices of slots that run away."""
         rows = np.asarray(slots, np.int64)
         past, counts = self._codes[rows], self._counts[rows]
@@ -48,7 +49,7 @@ class RunawayGuard:
         return np.flatnonzero(runaway).tolist()
 
 
-def repeated_seconds(codes: NDArray[np.int16], frame_seconds: float) -> float:
+def repeated_seconds(codes: Codes, frame_seconds: float) -> float:
     """The longest repetition of a part in an utterance, as `RunawayGuard` counts it, in seconds. codes: [frames]."""
     parts = max(round(PART_SECONDS / frame_seconds), 1)
     past = np.lib.stride_tricks.sliding_window_view(np.concatenate((np.full(parts, -1), codes)), parts + 1)

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.engine.executor import EngineOptions
 from pipelines.engine.state import PagedKV, SamplingParams
 from pipelines.engine.turns import Playback
 from pipelines.errors import NightjarError
-from pipelines.request import FloatArray
+from pipelines.request import FloatArray, IntArray
 
 Finish = Literal["eos", "length"]
 
@@ -28,12 +27,12 @@ FIRST_PATIENCE, MAX_PATIENCE = 128, 1 << 14
 class FrameReceiver(Protocol):
     """Receives the frames of one request. Called on the engine's thread, so it must be quick."""
 
-    def frames(self, codes: NDArray[np.int64]) -> None:
+    def frames(self, codes: IntArray) -> None:
         """Receives the next frames [frames, codebooks] of a stream; only `finished` receives the last
         ones."""
         ...
 
-    def finished(self, codes: NDArray[np.int64], finish: Finish, log_probabilities: FloatArray) -> None:
+    def finished(self, codes: IntArray, finish: Finish, log_probabilities: FloatArray) -> None:
         """Receives all frames [frames, codebooks] of a request, and the log probabilities [frames] of codebook 0;
         `finish` is "length" if it reached its limit."""
         ...
@@ -248,7 +247,7 @@ class Utterance:
     prefilled: int = 0
     started: int = 0
     made: int = 0
-    parts: list[NDArray[np.int64]] = field(default_factory=list)
+    parts: list[IntArray] = field(default_factory=list)
     #: Number of frames already delivered, which a restart must not deliver again.
     delivered: int = 0
     #: Increases when the utterance leaves its slot, so that pending frames of an earlier run are dropped.
@@ -256,7 +255,7 @@ class Utterance:
     #: The playback of a stream; None for a whole utterance.
     playback: Playback | None = None
     #: int64: the known text ids, one of which is added after each frame; and whether more can follow.
-    trailing: NDArray[np.int64] = field(init=False)
+    trailing: IntArray = field(init=False)
     text_open: bool = field(init=False)
     #: Position of the prompt's last token, the input of the first frame.
     last: int = field(init=False)

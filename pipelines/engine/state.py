@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.frame import DrawTensors, StateTensors
 from kernels.registry import to_device
+from pipelines.request import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Placement:
     pages: Sequence[int]
     seed: int
     sampling: SamplingParams
-    trailing: NDArray[np.int64]
+    trailing: IntArray
     embedding: Tensor
     position: int
     #: Codes that count as drawn already, for the repetition penalty.
@@ -105,8 +106,8 @@ class SlotState:
 
     def place(self, placements: Sequence[Placement]) -> None:
         """Writes requests into their slots with one transfer, and a launch for each type of values."""
-        cells: list[NDArray[np.int64]] = []
-        values: list[NDArray[np.int64]] = []
+        cells: list[IntArray] = []
+        values: list[IntArray] = []
         integers: list[tuple[int, ...]] = []
         floats: list[tuple[float, ...]] = []
         flags: list[tuple[bool, bool]] = []
@@ -160,7 +161,7 @@ class SlotState:
             )
             self.seen.view(-1)[self._sent(known)] = True
 
-    def _sent(self, made: NDArray[np.int64] | NDArray[np.uint8]) -> Tensor:
+    def _sent(self, made: IntArray | NDArray[np.uint8]) -> Tensor:
         return to_device(torch.from_numpy(made), self.inputs.device)
 
     def write_pages(self, grown: Sequence[tuple[int, Sequence[int], int]]) -> None:
@@ -172,7 +173,7 @@ class SlotState:
         sent = self._sent(np.stack((np.concatenate(cells), np.concatenate(values))))
         self._tables[sent[0]] = sent[1]
 
-    def write_trailing(self, slot: int, ids: NDArray[np.int64], start: int) -> None:
+    def write_trailing(self, slot: int, ids: IntArray, start: int) -> None:
         """Adds ids to a slot's trailing text, the first one at entry `start`, in one transfer."""
         ids = ids[: max(self.trailing.shape[1] - 1 - start, 0)]
         if len(ids):
@@ -190,7 +191,7 @@ def _aligned(count: int) -> int:
     return -(-count // _ALIGNED) * _ALIGNED
 
 
-def _cells(table: Tensor, row: int, column: int, count: int) -> NDArray[np.int64]:
+def _cells(table: Tensor, row: int, column: int, count: int) -> IntArray:
     """Indices of a row's entries in the flat tensor that holds the table."""
     start = table.storage_offset() + row * table.shape[1] + column
     return np.arange(start, start + count)

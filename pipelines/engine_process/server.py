@@ -62,6 +62,7 @@ from pipelines.request import (
     Message,
     Pipeline,
     PreparedRequest,
+    Samples,
     Speech,
     SynthesisRequest,
 )
@@ -127,7 +128,7 @@ class _ClientsRecording(Recording):
 
     def read(
         self, sample_rate: int | None = None, channel: int | None = None, quality: Quality = "HQ"
-    ) -> tuple[NDArray[np.float32], int]:
+    ) -> tuple[Samples, int]:
         return self._ask((sample_rate, channel, quality))
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeAudioEncoderConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
 from transformers.models.whisper.feature_extraction_whisper import WhisperFeatureExtractor
 
+from pipelines.audio import Samples
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint, fill_module
 from pipelines.speechlm.config import TOWER_SECONDS, SpeechLmConfig, own_keys
@@ -45,7 +45,7 @@ class AudioEncoder:
         )
         self._lock = threading.Lock()
 
-    def mel(self, samples: NDArray[np.float32]) -> Tensor:
+    def mel(self, samples: Samples) -> Tensor:
         """Log-mel [bins, frames] of samples [n] at 16 kHz, padded with zeros to whole frames."""
         padded = np.pad(samples, (0, -len(samples) % _HOP))
         made = self._mel(
@@ -59,7 +59,7 @@ class AudioEncoder:
         return made["input_features"][0]
 
     @torch.inference_mode()
-    def encode(self, samples: NDArray[np.float32]) -> Tensor:
+    def encode(self, samples: Samples) -> Tensor:
         """Samples [n] at 16 kHz -> features [count, hidden] on the host.
 
         Raises `InputError`: `input.audio_unreadable` for less than a window, `input.too_long` for more than

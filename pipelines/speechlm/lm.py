@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from pipelines.errors import unsupported
 from pipelines.nn.config_keys import bad_checkpoint
-from pipelines.request import Message, Mode
+from pipelines.request import IntArray, Message, Mode
 from pipelines.speechlm.config import SpeechLmConfig, own_keys
 from pipelines.tokens import TokenPrompt, TokenRequest, TokenSampling
 from pipelines.vllm_engine.library import PRIVATE, Half, ModelSpec
@@ -208,12 +207,12 @@ class ModelOutput:
     ids: list[int]
     #: int64 [rows, streams]: 0 is a stream's pad, 1 + c its code c. There are no rows if no audio was
     #: requested.
-    rows: NDArray[np.int64]
+    rows: IntArray
     end: End
 
 
 def read_output(
-    config: SpeechLmConfig, ids: Sequence[int], codes: NDArray[np.int64] | None, *, finished: bool
+    config: SpeechLmConfig, ids: Sequence[int], codes: IntArray | None, *, finished: bool
 ) -> ModelOutput:
     """Reads the ids of a request; `codes` [rows, streams] are those of its audio; `finished`: false if
     max_tokens ended it."""
@@ -232,7 +231,7 @@ def read_output(
     return ModelOutput(ids, rows, end)
 
 
-def deinterleave(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def deinterleave(rows: IntArray) -> IntArray:
     """Converts rows [n, streams], in which 0 is a pad and 1 + c the code c, to codes [max(n - streams + 1,
     0), streams]. In the rows each stream is one row later than the one before it. A pad becomes code 0."""
     streams = rows.shape[1]

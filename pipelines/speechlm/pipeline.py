@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
@@ -23,7 +21,7 @@ from pipelines.errors import ErrorCode, InputError, NightjarError, NoAudioError,
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
 from pipelines.options import TokenModelOptions, read_options
 from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
-from pipelines.request import AudioChunk, Generation, Message, Mode, Speech, SynthesisRequest
+from pipelines.request import AudioChunk, Generation, IntArray, Message, Mode, Speech, SynthesisRequest
 from pipelines.results import FinishedCodes, RequestInfo, SpeechPipeline, StageDecoder, Utterance
 from pipelines.speechlm.audio_encoder import SAMPLE_RATE, AudioEncoder, load_tower
 from pipelines.speechlm.codec import Xcodec, XcodecDecoder, frame_samples, load_codec
@@ -166,7 +164,7 @@ class SpeechLmUtterance(Utterance):
             return
         self._deliver([*self._before, *tokens.ids], tokens.codes, ended)
 
-    def _deliver(self, ids: list[int], codes: NDArray[np.int64] | None, finished: bool) -> None:
+    def _deliver(self, ids: list[int], codes: IntArray | None, finished: bool) -> None:
         """Delivers an answer of text at once; sends audio to the codec first."""
         info = self._info
         answer = read_output(info.config, ids, codes, finished=finished)
@@ -202,7 +200,7 @@ class SpeechLmStreamer(SpeechLmUtterance):
         super().__init__(*parts)
         self._decoder = DecodeStream(skip_special_tokens=True)
 
-    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
+    def tokens(self, ids: list[int], codes: IntArray | None) -> None:
         config, tokenizer = self._info.config, self._info.coder.tokenizer
         for token in ids:
             is_text = config.text_token_offset <= token < config.text_token_end

@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from kernels.frame import FrameTensors
 from kernels.registry import to_device
 from pipelines.engine.state import Placement, SamplingParams, SlotState
+from pipelines.request import IntArray
 from pipelines.vllm_engine.engine_frames import EngineFrames
 from pipelines.vllm_engine.library import CODE_SPAN
 
@@ -39,10 +40,10 @@ class FrameStep:
 
     #: int64 [n].
     slots: Tensor
-    slots_host: NDArray[np.int64]
+    slots_host: IntArray
     #: The position of the drawn token in its sequence, int64 [n].
     positions: Tensor
-    positions_host: NDArray[np.int64]
+    positions_host: IntArray
     #: bool [n]; False if the prompt continues in a later step: the draw is dropped.
     whole: Tensor
     whole_host: NDArray[np.bool_]

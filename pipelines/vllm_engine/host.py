@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
@@ -38,7 +37,7 @@ from pipelines.errors import (
     invalid,
 )
 from pipelines.options import TokenModelOptions
-from pipelines.request import EngineInfo, EngineStats
+from pipelines.request import EngineInfo, EngineStats, IntArray
 from pipelines.results import Receiver
 from pipelines.tokens import TokenRequest, Tokens
 from pipelines.vllm_engine.library import AT_ONCE, CODE_SPAN, ModelSpec, architecture, on_cpu
@@ -192,7 +191,7 @@ def sampling_params(spec: ModelSpec, request: TokenRequest, streamed: bool) -> S
     )
 
 
-def codes_of(logprobs: Any, steps: int, codes_per_step: int) -> NDArray[np.int64] | None:
+def codes_of(logprobs: Any, steps: int, codes_per_step: int) -> IntArray | None:
     """int64 [steps, codes_per_step] from the flat log probabilities of an output (see `CODE_SPAN`); None if
     they were not requested."""
     if codes_per_step == 1 or logprobs is None:
@@ -395,7 +394,7 @@ class VllmHost:
 
     async def _collect(self, name: str, request: TokenRequest, receiver: Receiver) -> Tokens:
         ids: list[int] = []
-        codes: list[NDArray[np.int64]] = []
+        codes: list[IntArray] = []
         finish = None
         async for output in self._llm.generate(*self._generate_arguments(request, receiver.streamed), name):
             part = output.outputs[0]

@@ -25,6 +25,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from pipelines.errors import ErrorCode, ModelError, invalid
+from pipelines.request import IntArray
 
 if TYPE_CHECKING:
     from pipelines.options import TokenModelOptions
@@ -156,7 +157,7 @@ class Matched(NamedTuple):
     broken: list[int]
 
 
-def match(halves: Sequence[Half | None], positions: NDArray[np.int64], whole: NDArray[np.bool_]) -> Matched:
+def match(halves: Sequence[Half | None], positions: IntArray, whole: NDArray[np.bool_]) -> Matched:
     """Finds the pairs in a step. Rows whose prompt is incomplete draw nothing and are skipped."""
     found, seen = Matched([], [], [], []), dict[str, dict[Part, int]]()
     for row, half in enumerate(halves):

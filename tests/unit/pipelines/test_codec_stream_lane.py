@@ -16,7 +16,7 @@ from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from tests.support.codec_stage_kit import Heard, OnTheWay, lists
 
 
-class Starter(Decoder[list[int]]):
+class Starter(Decoder):
     """A decoder that starts groups of chunks of one length, at most `most`, whose events the test holds.
 
     A state is a list of what was decoded from it. Codes of 13 are refused, codes of 66 break the device,
@@ -55,7 +55,7 @@ class Starter(Decoder[list[int]]):
         self.released += 1
 
 
-class Lane(StreamLane[list[int]]):
+class Lane(StreamLane):
     """A lane of a `Starter`, two of whose groups the device has until the test says so."""
 
     def __init__(self, most: int = 2) -> None:

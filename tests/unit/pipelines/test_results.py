@@ -39,7 +39,7 @@ from pipelines.vllm_engine.library import ModelSpec
 RATE = 100
 
 
-class Ramp(Decoder[list[int]]):
+class Ramp(Decoder):
     """A decoder: each code is four samples of its value. Its states count frames; an empty chunk is
     answered by one sample."""
 
@@ -56,19 +56,19 @@ class Ramp(Decoder[list[int]]):
 
 
 @dataclass(frozen=True, slots=True)
-class Info(RequestInfo[list[int]]):
+class Info(RequestInfo):
     state: list[int] = field(default_factory=list)
     #: A stream's state is known once so many tokens came.
     known_after: int = 0
 
-    def read(self, tokens: Tokens) -> FinishedCodes[list[int]]:
+    def read(self, tokens: Tokens) -> FinishedCodes:
         self.check_end(tokens.finish, len(tokens.ids), "tokens")
         if not tokens.ids:
             raise no_audio("Nothing was said.")
         return FinishedCodes(np.array(tokens.ids)[:, None], tokens.finish, text_out="words")
 
 
-class Chunks(Streamer[list[int]]):
+class Chunks(Streamer):
     chunk_frames = (1, 3)
     looks_ahead = True
 
@@ -172,7 +172,7 @@ def test_log_probabilities_are_kept_as_their_mean_and_the_lowest_window(
     measured: list[float], mean: float, lowest: float
 ) -> None:
     codes = np.zeros((len(measured), 1), np.int64)
-    made: FinishedCodes[list[int]] = FinishedCodes(codes, "stop", log_probabilities=np.array(measured))
+    made: FinishedCodes = FinishedCodes(codes, "stop", log_probabilities=np.array(measured))
     meta = Info("text", RATE, {}, False).speech(NO_SAMPLES, made).meta
     assert (meta["log_probability"], meta["lowest_log_probability"]) == (mean, lowest)
 
