@@ -65,8 +65,6 @@ class MeterCard(NamedTuple):
     install: str
     #: The distributions whose versions the provenance of a job lists.
     distributions: tuple[str, ...]
-    #: Whether its weights are downloaded from a model hub. Otherwise its libraries contain them.
-    weights: bool = False
     #: Whether the worker's own measurement is used if the libraries are missing. The score's detail says so.
     optional: bool = False
 
@@ -81,7 +79,6 @@ _ASR = MeterCard(
     ("faster_whisper", "rapidfuzz", "whisper_normalizer"),
     _QA,
     ("ctranslate2", "faster-whisper", "whisper-normalizer"),
-    weights=True,
 )
 #: The meter that finds the times of words.
 ALIGNER = "align"
@@ -236,17 +233,15 @@ def missing_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) 
 
     `fetch`: downloads the weights first; the error then says why that failed.
     """
-    wanted = {
-        name: dict(options) for name, options in meters.items() if name in METERS and METERS[name].weights
-    }
-    if not wanted:
+    # The weights of other meters are in their libraries.
+    if (options := meters.get(_ASR.name)) is None:
         return None
     from pipelines.child_process import CalledChild
 
     # Meters are slow to import, and their libraries print messages, so they run in a child process.
     child = CalledChild(("-P", "-m", "worker.quality.process"), dict, output=DEVNULL)
     try:
-        child.call({"meters": wanted, "fetch": fetch}).result()
+        child.call({"meters": {_ASR.name: options}, "fetch": fetch}).result()
     except ModelError as error:
         return error
     finally:
@@ -394,7 +389,7 @@ def _check(quality: Quality) -> None:
             raise invalid(
                 f"The bound of `{name}` is empty: {bound.low} to {bound.high}.", "Set `low` below `high`."
             )
-    if not quality.meters and (quality.sample, quality.max_failure_rate) != (UNSET, UNSET):
+    if not quality.costly and (quality.sample, quality.max_failure_rate) != (UNSET, UNSET):
         message = "A sample of items, or a rate of their failures, is given, but the checks have no meter."
         raise invalid(message, "Choose `--qa strict`, or add a meter.")
     for pace in quality.paces:

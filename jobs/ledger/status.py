@@ -314,6 +314,8 @@ def measured_items(sql: Transaction, job: Job, checks: Quality | None = None) ->
     likes = {f"like{number}": f'%"{name}":%' for number, name in enumerate(names)}
     likes["silero"] = '%,"silero"]%'
     tests = " OR ".join(f"CAST(scores AS TEXT) LIKE :{name}" for name in likes)
+    if quality.vad == "silero" and not quality.meters:
+        names.append("silence")
     columns = ", ".join(name for name in SCORE_COLUMNS if name in names)
     # Few draws are searched: those of items that failed, or whose kept draw may have been measured.
     statement = f"""

@@ -370,8 +370,6 @@ BUILT_IN: dict[str, Callable[..., Meter]] = {
     "speaker": SpeakerMeter,
     ALIGNER: lambda **options: import_module("worker.quality.aligner").AlignMeter(**options),
 }
-#: Name of a meter -> function that finds or downloads its weights, if they are on a hub (`MeterCard.weights`).
-WEIGHTS: dict[str, Callable[..., object]] = {"asr": asr_folder}
 
 
 def open_meter(name: str, options: Mapping[str, Option]) -> Meter:
@@ -412,12 +410,12 @@ def _missing_library(name: str, error: ImportError) -> ModelError:
 
 
 def missing_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) -> ModelError | None:
-    """The error of the first meter whose weights are missing, or None."""
-    for name in meters.keys() & WEIGHTS.keys():
-        try:
-            WEIGHTS[name](fetch=fetch, **meters[name])
-        except ModelError as error:
-            return error
-        except ImportError as error:
-            return _missing_library(name, error)
+    """The error of a meter whose weights are missing, or None. Those of `asr` alone are not in its libraries."""
+    try:
+        if "asr" in meters:
+            asr_folder(fetch=fetch, **meters["asr"])  # pyright: ignore[reportArgumentType]
+    except ModelError as error:
+        return error
+    except ImportError as error:
+        return _missing_library("asr", error)
     return None

@@ -365,6 +365,14 @@ def test_a_check_that_measures_nothing_says_why(build: Callable[..., Rig]) -> No
     assert "no score" in str(result(rig, job, host=Deaf()))
 
 
+def test_silero_alone_is_a_meter_too(build: Callable[..., Rig]) -> None:
+    rig = build()
+    job = run(rig, ["one", "[[silence:0.9]] two", "three"], quality("basic"))
+    checked = result(rig, job, quality("basic", "vad=silero", "sample=1"))
+    assert (checked.measured.items, checked.measured.failed) == (3, 1)
+    assert str(checked).startswith("1 of 3 measured items")
+
+
 def test_two_checks_at_once_share_the_shards(build: Callable[..., Rig]) -> None:
     rig = build()
     rig.settings = with_times(rig.settings, shard_items=5)
