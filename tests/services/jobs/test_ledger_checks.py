@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import pytest
 
@@ -43,7 +45,9 @@ def job_of(ledger: Ledger, items: int, shards: int = 1, end: bool = True) -> Job
 def verdict(ledger: Ledger, job: Job, index: int, code: ErrorCode | None = None) -> Verdict:
     audio = ledger.artifacts_of(job.id, "audio", [index])[index]
     scores = GOOD if code is None else BAD
-    return audio, Draw(0, audio.seed, code, code is None, 1500, scores), "" if code is None else "Too silent."
+    before = next((row.draw for row in ledger.draws_of(job.id, [index]) if row.draw.kept), None)
+    draw = Draw(0, audio.seed, code, code is None, 1500, scores)
+    return audio, before, draw, "" if code is None else "Too silent."
 
 
 def test_verdicts_change_states_counters_scores_and_no_audio(ledger: Ledger) -> None:
@@ -73,7 +77,7 @@ def test_verdicts_change_states_counters_scores_and_no_audio(ledger: Ledger) -> 
     status = ledger.status(job.id)
     assert (status.items.done, status.items.failed) == (4, 2)
     assert (status.audio_ms, status.bytes_out) == (4 * 1500, 4 * 100)
-    assert status.measured == MeasuredItems(5, 2)
+    assert status.measured == MeasuredItems(5, 2, 2)
     assert [row.index for row in ledger.items(job.id, where=parse_where("wer < 0.2 and align < 0"))] == [
         0,
         2,
@@ -83,15 +87,40 @@ def test_verdicts_change_states_counters_scores_and_no_audio(ledger: Ledger) -> 
     assert columns_of((ledger, job), metadata={}).scores == ("ended", "wer", "align")
     with pytest.raises(ConfigError):
         list(ledger.items(job.id, where=parse_where("distillmos > 1")))
-    # A second check of an item takes the place of the first one, and one of other audio is left out.
-    audio, draw, _ = verdict(ledger, job, 0)
-    ledger.commit_checks(job, [(audio, msgspec.structs.replace(draw, scores={"distillmos": Score(3.0)}), "")])
-    ledger.commit_checks(job, [(msgspec.structs.replace(audio, sha256="other"), draw, "")])
+    # A second check of an item takes the place of the first one. One of other audio or other scores is left out.
+    audio, before_it, draw, _ = verdict(ledger, job, 0)
+    second = msgspec.structs.replace(draw, scores={"distillmos": Score(3.0)})
+    ledger.commit_checks(job, [(audio, before_it, second, "")])
+    ledger.commit_checks(job, [(msgspec.structs.replace(audio, sha256="other"), second, draw, "")])
+    ledger.commit_checks(job, [(audio, before_it, draw, "")])
     assert [row.draw.scores for row in ledger.draws_of(job.id, [0])] == [{"distillmos": Score(3.0)}]
     # What a check failed, a person can accept.
     ledger.decide(job.id, ["e1"], Decision(True, "ada"))
     assert_exact(ledger, job.id)
     assert states(ledger, job.id)[1] is ItemState.DONE
+    assert ledger.status(job.id).measured.still_failed == 1
+
+
+def test_one_check_has_a_shard_at_a_time(ledger: Ledger) -> None:
+    job = job_of(ledger, 2, shards=2)
+    assert ledger.take_for_check(job.id, 0, "a", 60.0)
+    assert not ledger.take_for_check(job.id, 0, "b", 60.0)
+    assert ledger.take_for_check(job.id, 1, "b", 60.0)
+    # Its checker takes it for longer, gives it back, or is away for too long.
+    assert ledger.take_for_check(job.id, 0, "a", 0.2)
+    time.sleep(0.3)
+    assert ledger.take_for_check(job.id, 0, "b", 0.0)
+    time.sleep(0.01)
+    assert ledger.take_for_check(job.id, 0, "a", 60.0)
+    # A retry does not wait for it.
+    ledger.commit_checks(job, [verdict(ledger, job, 0, ErrorCode.QA_SILENCE)])
+    assert ledger.retry(job.id, None) == 1
+    assert not ledger.take_for_check(job.id, 0, "a", 60.0)
+    lease = lease_next(ledger)
+    ledger.commit(lease.ticket, [done(0)])
+    ledger.finish_shard(lease.ticket)
+    assert ledger.take_for_check(job.id, 0, "c", 60.0)
+    assert_exact(ledger, job.id)
 
 
 def test_a_job_that_runs_or_is_gone_gets_no_verdicts(ledger: Ledger) -> None:
