@@ -22,6 +22,8 @@ from pipelines.errors import ErrorCode, NightjarError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+#: The entries of a larger object, such as a pool of voices, are counted in a table of a record.
+SHOWN_ENTRIES = 50
 #: Environment variable with the program name in the usage line of a command that another command starts.
 PROGRAM = "NIGHTJAR_PROGRAM"
 
@@ -91,6 +93,15 @@ def flag(flag: str, text: str, *names: str) -> Callable[[F], F]:
     return click.option(flag, *names, is_flag=True, help=text)
 
 
+json_option = flag("--json", "Print JSON, one object per line.", "as_json")
+home_option = click.option(
+    *("--out", "--home", "home"),
+    metavar="DIR",
+    type=NamedPath(anywhere=True),
+    help="Folder with the ledger and the audio. [default: out]",
+)
+
+
 class OutputClosed(BaseException):
     """The reader of stdout closed it; the command ends as SIGPIPE would end it."""
 
@@ -110,7 +121,7 @@ class Stop:
 
     def __init__(self) -> None:
         #: Ends the processes of the run at once.
-        self.kill: Callable[[], None] = lambda: None
+        self.kill = lambda: None
         #: Whether the run is cleaning up, so that it must not be interrupted.
         self.cleaning = False
         #: The number of the signal that stops the run; None: not received.
@@ -269,7 +280,9 @@ def _leaves(view: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str]
         is_list = isinstance(part, list | tuple)
         if is_list and part and isinstance(part[0], dict):
             part = dict(enumerate(part, 1))
-        if isinstance(part, dict):
+        if isinstance(part, dict) and len(part) > SHOWN_ENTRIES:
+            yield f"{path}{name}", f"{len(part):,} entries, see --json"
+        elif isinstance(part, dict):
             yield from _leaves(part, f"{path}{name}.")
         elif part not in (None, "", [], ()):
             yield f"{path}{name}", ", ".join(map(str, part)) if is_list else str(part)

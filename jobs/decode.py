@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from itertools import chain
@@ -30,6 +29,7 @@ from jobs.export.folder_formats import read_examples
 from jobs.export.items import JsonObject, audio_items, facts
 from jobs.layout import slug
 from jobs.ledger.records import Job, JobSpec
+from jobs.packs import map_ahead
 from jobs.store import ObjectStore
 from jobs.store.base import sha256_of, split_key
 from pipelines.errors import NightjarError, StoreError, invalid
@@ -120,42 +120,41 @@ def decode(
     with output(str(claim)) as file:
         file.write(note)
     codec, done, kept = codec_of(model), 0, 0
-    waiting = deque[tuple[CodedItem, str, Future[Any] | None]]()
 
-    def finish() -> bytes:
-        """The line of the oldest item, whose file is written."""
-        item, name, decoded = waiting.popleft()
-        path = to / name
-        if decoded is not None:
-            if isinstance(samples := decoded.result(), NightjarError):
-                raise samples
-            with output(str(path)) as file:
-                made = encoded_audio(samples, decoder.sample_rate, spec.format, spec.sample_rate)
-                file.write(made.data)
-        data = path.read_bytes()
-        info = soundfile.info(io.BytesIO(data))
-        made = {"sample_rate": info.samplerate, "samples": info.frames, "sha256": sha256_of(data)}
-        about = {"audio_filepath": name} | item.about | made
-        about["duration"] = round(info.frames / info.samplerate, 6)
-        del about["codec"], about["voice_codes"]
-        return json_line(about)
+    def place(item: CodedItem) -> str:
+        """The name of an item's file in the folder."""
+        return f"audio/{item.about['index'] // 10_000:05d}/{item.name}.{spec.format}"
+
+    def started(item: CodedItem) -> Future[Any]:
+        """The samples of an item, or an error; None if its file exists."""
+        if item.codes.codec != codec:
+            raise invalid(
+                f"The codes of {item.about['example_id']!r:.100} are of another codec than that of {model}.",
+                "Give the model that made them with --model.",
+            )
+        samples = Future[Any]()
+        if (to / place(item)).is_file():
+            samples.set_result(None)
+        else:
+            decoder.decode(item.codes.codes, item.codes.voice_codes, samples.set_result)
+        return samples
 
     with output(str(to / "manifest.jsonl")) as manifest:
-        for item in items:
-            if item.codes.codec != codec:
-                raise invalid(
-                    f"The codes of {item.about['example_id']!r:.100} are of another codec than that of {model}.",
-                    "Give the model that made them with --model.",
-                )
-            name = f"audio/{item.about['index'] // 10_000:05d}/{item.name}.{spec.format}"
-            exists = (to / name).is_file()
-            decoded = None if exists else Future[Any]()
-            if decoded is not None:
-                decoder.decode(item.codes.codes, item.codes.voice_codes, decoded.set_result)
-            waiting.append((item, name, decoded))
-            done, kept = done + 1, kept + exists
-            if len(waiting) > _AHEAD:
-                manifest.write(finish())
-        while waiting:
-            manifest.write(finish())
+        for item, samples in map_ahead(started, items, _AHEAD):
+            if isinstance(samples, NightjarError):
+                raise samples
+            path, done = to / place(item), done + 1
+            if samples is None:
+                kept += 1
+            else:
+                made = encoded_audio(samples, decoder.sample_rate, spec.format, spec.sample_rate)
+                with output(str(path)) as file:
+                    file.write(made.data)
+            data = path.read_bytes()
+            info = soundfile.info(io.BytesIO(data))
+            facts = {"sample_rate": info.samplerate, "samples": info.frames, "sha256": sha256_of(data)}
+            about = {"audio_filepath": place(item)} | item.about | facts
+            about["duration"] = round(info.frames / info.samplerate, 6)
+            del about["codec"], about["voice_codes"]
+            manifest.write(json_line(about))
     return done, kept

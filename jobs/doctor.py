@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from enum import StrEnum
 from functools import cache
@@ -247,7 +247,7 @@ def check_kernels() -> Verdict:
     return message, f"Remove it: pip uninstall kernels. {again}"
 
 
-_CHECKS: dict[str, Callable[[Settings], Verdict]] = {
+_CHECKS = {
     "python": lambda _: (sys.version.split()[0], ""),
     "packages": _packages,
     "settings": lambda _: ("valid", ""),

@@ -98,7 +98,7 @@ class EmbeddedHome:
         self._workers: WorkerGroup | None = None
         self._server: subprocess.Popen[bytes] | None = None
         #: Set by `start`.
-        self._say: Callable[[str], None] = lambda text: None
+        self._say = lambda text: None
 
     def __enter__(self) -> EmbeddedHome:
         try:

@@ -201,7 +201,7 @@ class _Ingest:
         ):
             write_all = writers.map if self.store.remote else map
             lines = self.checker.checked(self.records, self.reference_key, self.lines)
-            for _ in map_ahead(stager, partial(self._stage, write_all), lines, 1):
+            for _ in map_ahead(partial(stager.submit, partial(self._stage, write_all)), lines, 1):
                 if self.progress is not None:
                     done, whole = self.records.source.bytes_read, self.records.source.bytes
                     note = left_out_note(self.records.left_out)

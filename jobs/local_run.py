@@ -17,6 +17,7 @@ from jobs.layout import job_prefix
 from jobs.ledger import Ledger
 from jobs.ledger.records import INPUT_FORMAT, LASTING_OUTAGES, Job, JobState, ShardState
 from jobs.ledger.status import JobStatus
+from jobs.notification import say_ends
 from jobs.own_files import full_disk_explained
 from jobs.progress import Progress
 from jobs.recent_jobs import remember
@@ -86,7 +87,7 @@ def run_locally(
         job = result.job
         remember(job.id, settings.home)
         if job.state is JobState.FAILED:
-            _report_ends(ledger, settings, progress)
+            say_ends(ledger, settings, progress.say)
         _explain(ledger, job, progress, created=result.created)
         submitted(job)
         try:
@@ -100,7 +101,7 @@ def run_locally(
             # The store may be outside the home, and the report would create a missing home again.
             embedded.check_place()
             places["report"] = _report(ledger, store, status, settings, progress)
-            _report_ends(ledger, settings, progress)
+            say_ends(ledger, settings, progress.say)
         except (NightjarError, OSError):
             # If the home is missing, that caused the other error.
             embedded.check_place()
@@ -255,14 +256,3 @@ def _report(
     except NightjarError as error:
         progress.say(f"The report was not written: {error}")
         return None
-
-
-def _report_ends(ledger: Ledger, settings: Settings, progress: Progress) -> None:
-    """Reports to the operator's hook that this job has ended, and the ends of earlier jobs in this home that
-    are not yet reported. A failing hook does not fail the run."""
-    from jobs.notification import report_ends
-
-    for one in report_ends(ledger, settings, again_seconds=0.0):
-        if one.reason:
-            again = "" if one.again_seconds is None else " The next run in this folder retries it."
-            progress.say(f"The end of job {one.job_id} was not reported: {one.reason}.{again}")

@@ -11,12 +11,12 @@ import random
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
-from jobs.formatting import redact
+from jobs.formatting import printable, redact
 from jobs.ledger import Ledger
 from jobs.ledger.control import JobEnd
 from jobs.ledger.lifecycle import backoff_seconds
@@ -53,6 +53,15 @@ def report_ends(ledger: Ledger, settings: Settings, *, again_seconds: float | No
         return []
     found = (_report(ledger, settings, end, again_seconds) for end in ledger.unreported_ends())
     return [one for one in found if one is not None]
+
+
+def say_ends(ledger: Ledger, settings: Settings, say: Callable[[str], object]) -> None:
+    """Reports ends of jobs in a home, where no worker does so; `say` is called with the failures. A failing hook does not
+    fail the command, and the next one tries again."""
+    for one in report_ends(ledger, settings, again_seconds=0.0):
+        if one.reason:
+            again = "" if one.again_seconds is None else " The next run in this folder retries it."
+            say(f"The end of job {one.job_id} was not reported: {printable(one.reason)}.{again}")
 
 
 def _report(ledger: Ledger, settings: Settings, end: JobEnd, again_seconds: float | None) -> Reported | None:

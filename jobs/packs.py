@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -90,15 +90,14 @@ class ArtifactReader:
 
 
 def map_ahead(
-    threads: Executor,
-    get: Callable[[Item], Result],
+    start: Callable[[Item], Future[Result]],
     items: Iterable[Item],
     max_items: int,
     size: Callable[[Item], int] = lambda _: 0,
     max_bytes: int = 0,
 ) -> Iterator[tuple[Item, Result]]:
-    """Yields each item with the result of `get`, in order. Up to `max_items` calls run ahead, for items of up
-    to `max_bytes` in total by `size`."""
+    """Yields each item with its result, in order. Up to `max_items` are started ahead, of up to `max_bytes` in total by
+    `size`."""
     waiting = deque[tuple[Item, Future[Result]]]()
     total = 0
     for item in items:
@@ -106,7 +105,7 @@ def map_ahead(
             first, future = waiting.popleft()
             total -= size(first)
             yield first, future.result()
-        waiting.append((item, threads.submit(get, item)))
+        waiting.append((item, start(item)))
         total += size(item)
     for first, future in waiting:
         yield first, future.result()

@@ -30,7 +30,6 @@ from jobs.ledger.records import QUARANTINE, WORDS, Artifact, ItemRow, ItemState,
 from jobs.packs import read_artifact
 from jobs.references import load_reference
 from jobs.shard_file import ShardLine, ShardLines, read_shard
-from jobs.spec import item_seed
 from jobs.spoken_text import pronunciations_of
 from jobs.store.base import ObjectStore, sha256_of
 from jobs.verify import Expected
@@ -152,9 +151,8 @@ class _Resynthesis:
         joined = JoinedSpeech([part.pause for part in parts], job.spec)
 
         def started(number: int) -> Future[Speech]:
-            draw, own = int(redrawn.get(str(number), meta["first_draw"])), line.generation.seed
-            seed = item_seed(job.spec.seed, line.example_id, line.message_index, draw, line_seed=own)
-            whole = dataclasses.replace(request, seed=seed)
+            draw = int(redrawn.get(str(number), meta["first_draw"]))
+            whole = dataclasses.replace(request, seed=line.seed(job.spec.seed, draw))
             return submit(self.pipeline, unit_request(whole, parts[number].text, number))
 
         numbers = iter(range(len(parts)))

@@ -372,7 +372,7 @@ class Settings(SettingsGroup):
             others |= _NATIVE_ONLY
         elif not has_option(card, "voice_cache"):
             others |= _QWEN3_ONLY
-        options: dict[str, Any] = self.engine.model_dump(exclude_defaults=True, mode="json", exclude=others)
+        options = self.engine.model_dump(exclude_defaults=True, mode="json", exclude=others)
         if engine == "vllm":
             options |= self.vllm.model_dump(exclude_defaults=True)
             options |= {} if self.engine.executor == "auto" else {"eager": self.engine.executor == "eager"}

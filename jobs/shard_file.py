@@ -13,7 +13,7 @@ import zstandard
 from jobs.dialogue import Dialogue, metadata_json, speech_position, turn_messages
 from jobs.ledger import Ledger
 from jobs.ledger.records import ItemRow
-from jobs.spec import GoodLine
+from jobs.spec import GoodLine, item_seed
 from jobs.store.base import ObjectStore, sha256_of
 from pipelines.errors import ErrorCode, StoreError
 from pipelines.registry import ModelCard
@@ -104,6 +104,10 @@ class ShardLine(msgspec.Struct, frozen=True):
     #: The text of the turn as it is written, if it is spoken otherwise.
     written: str | None = None
 
+    def seed(self, job_seed: int, draw: int) -> int:
+        """The seed of a draw."""
+        return item_seed(job_seed, self.example_id, self.message_index, draw, self.generation.seed)
+
     def generation_over(self, defaults: Generation) -> Generation:
         """The line's settings, completed by the job's defaults for its role."""
         return self.generation.over(defaults if self.role is None else defaults.of(self.role))
@@ -152,7 +156,7 @@ _compressors = threading.local()
 
 def compress(lines: Iterable[bytes]) -> bytes:
     """The compressed lines of a shard, as stored. Equal lines give equal bytes."""
-    compressor: zstandard.ZstdCompressor | None = getattr(_compressors, "own", None)
+    compressor = getattr(_compressors, "own", None)
     if compressor is None:
         # Creating a compressor takes longer than compressing a shard, and threads must not share one.
         compressor = _compressors.own = zstandard.ZstdCompressor(

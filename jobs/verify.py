@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from jobs.layout import PACK_SHA_CHARACTERS, sha256_of_pack
 from jobs.ledger import Ledger
@@ -165,7 +165,7 @@ class ObjectCheck:
             return None if found == expected.sha256 else Fault.CHANGED
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as threads:
-            for expected, fault in map_ahead(threads, check, objects, _AHEAD):
+            for expected, fault in map_ahead(partial(threads.submit, check), objects, _AHEAD):
                 self.objects += 1
                 if fault is not None:
                     yield expected, fault

@@ -12,7 +12,18 @@ from typing import Any, get_origin
 import click
 import structlog
 
-from jobs.console import PROGRAM, F, FiniteRange, Output, exit_code, fail, flag, option
+from jobs.console import (
+    PROGRAM,
+    F,
+    FiniteRange,
+    Output,
+    exit_code,
+    fail,
+    flag,
+    home_option,
+    json_option,
+    option,
+)
 from jobs.formatting import field_docs
 from jobs.gpus import choose_gpus, count_gpus
 from jobs.job_options import CheckOptions, flags
@@ -151,7 +162,7 @@ def _group(
     default=0.0,
 )
 @flag("--again", "Submit a night's file again if its job failed or was cancelled.")
-@flag("--json", "Print JSON, one object per line.", "as_json")
+@json_option
 def nightly(
     night: str | None, catch_up: int, names: tuple[str, ...], wait_hours: float, again: bool, as_json: bool
 ) -> None:
@@ -170,10 +181,7 @@ def nightly(
     settings = _settings()
     nights = run_nights(settings, night, catch_up, names, wait_seconds=wait_hours * 3600, again=again)
     for one in nights:
-        if as_json:
-            Output(as_json=True).data(one.view)
-        else:
-            click.echo(str(one))
+        Output(as_json).result(str(one), one.view)
     if any(one.bad for one in nights):
         sys.exit(FAILED)
     sys.exit(NOT_ENDED if wait_hours and any(one.unfinished for one in nights) else 0)
@@ -203,7 +211,7 @@ def flower() -> None:
     default=24.0,
     show_default=True,
 )
-@flag("--json", "Print JSON.", "as_json")
+@json_option
 def sweep(delete: bool, grace_hours: float, as_json: bool) -> None:
     """Find orphans: objects in the store that no job uses.
 
@@ -218,21 +226,22 @@ def sweep(delete: bool, grace_hours: float, as_json: bool) -> None:
     from worker.garbage import sweep_all
 
     report = sweep_all(_settings(), grace_hours * 3600, delete=delete)
-    if as_json:
-        counts = {"orphans": report.orphans, "bytes": report.bytes, "deleted": delete}
-        Output(as_json=True).data({"schema": "nightjar.sweep/1", **counts, "failed_jobs": report.failed_jobs})
-    else:
-        failed = f"; {report.failed_jobs} jobs could not be checked" if report.failed_jobs else ""
-        click.echo(f"{report.orphans} orphans, {report.bytes} bytes{', deleted' if delete else ''}{failed}")
+    failed = f"; {report.failed_jobs} jobs could not be checked" if report.failed_jobs else ""
+    Output(as_json).result(
+        f"{report.orphans} orphans, {report.bytes} bytes{', deleted' if delete else ''}{failed}",
+        "nightjar.sweep/1",
+        orphans=report.orphans,
+        bytes=report.bytes,
+        deleted=delete,
+        failed_jobs=report.failed_jobs,
+    )
     sys.exit(FAILED if report.failed_jobs else 0)
 
 
 @cli.command()
 @click.argument("job")
-@click.option(
-    "--out", "--home", "home", metavar="DIR", help="Folder with the ledger and the audio. [default: out]"
-)
-@flag("--json", "Print JSON.", "as_json")
+@home_option
+@json_option
 @_check_options
 def check(job: str, home: str | None, as_json: bool, **given: Any) -> None:
     """Measure the stored audio of JOB with meters, as if they had run during the job.

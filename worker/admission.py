@@ -67,7 +67,7 @@ class Demand:
         self._taken = 0
         #: Progress functions of the claimed shards.
         self._held: list[Callable[[], ItemCounts]] = []
-        self._recent: deque[int] = deque(maxlen=_RECENT_SHARDS)
+        self._recent = deque[int](maxlen=_RECENT_SHARDS)
         #: Items that the engine has answered: of ended shards, and in total at the last measurement of its speed.
         self._answered_before = 0
         self._answered_then = 0

@@ -11,7 +11,6 @@ from functools import cached_property, partial
 
 from jobs.references import load_reference
 from jobs.shard_file import NO_GENERATION, ShardLine
-from jobs.spec import item_seed
 from jobs.spoken_text import pronunciations_of
 from jobs.store.base import ObjectStore
 from jobs.voices import item_request
@@ -42,11 +41,6 @@ class RequestBuilder:
         """Those of the job's lexicon."""
         return pronunciations_of(self.held.lease.job.spec)
 
-    def seed(self, line: ShardLine, draw: int) -> int:
-        """The seed of a draw of a line."""
-        own, job_seed = line.generation.seed, self.held.lease.job.spec.seed
-        return item_seed(job_seed, line.example_id, line.message_index, draw, line_seed=own)
-
     def build(self, line: ShardLine, draw: int = 0) -> SynthesisRequest:
         """The request of a line for a draw (from 0), with its reference audio and seed.
 
@@ -67,7 +61,7 @@ class RequestBuilder:
 
         request_id = f"{job.id}/{line.index}/{lease.epoch}" + (f"/{draw}" if draw else "")
         return item_request(
-            line, generation, job, request_id, self.seed(line, draw), load, self.pronunciations
+            line, generation, job, request_id, line.seed(spec.seed, draw), load, self.pronunciations
         )
 
 

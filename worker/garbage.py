@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 
@@ -28,8 +28,7 @@ REMEMBERED_SECONDS = 30 * 24 * 3600.0
 _MAX_JOBS = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class SweepReport:
+class SweepReport(NamedTuple):
     """The result of a sweep."""
 
     orphans: int = 0

@@ -43,7 +43,7 @@ class Preload:
 
     def __init__(self, settings: Settings, model: str, decodes: bool = True) -> None:
         self._wanted = model, decodes
-        self._opened: Future[Pipeline | None] | None = DaemonThreads(1, "preload").submit(
+        self._opened = DaemonThreads(1, "preload").submit(
             lambda: open_model(settings, model, decodes) if has_process(settings, model) else None
         )
 

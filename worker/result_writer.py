@@ -107,7 +107,8 @@ def first_draws(
     parts = parts_of(text, able) if len(text) > able.max_text_characters else ()
     if not parts:
         return [ItemDraw(line, first, last)]
-    long = LongItem(parts, first, builder.held.lease.job.spec, partial(builder.seed, line))
+    spec = builder.held.lease.job.spec
+    long = LongItem(parts, first, spec, partial(line.seed, spec.seed))
     return [ItemDraw(line, first, last, long=long, part=part) for part in range(len(parts))]
 
 

@@ -115,7 +115,7 @@ class Runtime:
         #: The error that ended this worker.
         self.failure: NightjarError | None = None
         self._up = False
-        self._stop_serving: Callable[[], None] = lambda: None
+        self._stop_serving = lambda: None
         self.ledger = Ledger.of(settings)
         self._job = lru_cache(_KNOWN_JOBS)(self.ledger.job)
         self._writer = ResultWriter(meters=MeterPool(settings.worker.meter_processes))

@@ -25,7 +25,7 @@ from jobs.cli.options import (
     read_ledger,
     where_option,
 )
-from jobs.console import CANCELLED, FAILED, TIMEOUT, FiniteRange, Output, flag, option
+from jobs.console import CANCELLED, FAILED, SHOWN_ENTRIES, TIMEOUT, FiniteRange, Output, flag, option
 from jobs.formatting import bytes_text, counted, printable
 from jobs.ledger.records import KEPT_REJECTED_LINES, ItemState, JobState
 from jobs.ledger.status import JobStatus, newest_jobs, status_and_errors, statuses_of
@@ -251,10 +251,6 @@ def watch(found: FoundJob, output: Output) -> int:
     return exit_code_of(status.job.state)
 
 
-#: A pool with more voices is counted by `nightjar show`.
-SHOWN_VOICES = 20
-
-
 @click.command()
 @job_argument
 @common_options
@@ -302,15 +298,9 @@ def show(job: str, home: str | None, output: Output) -> None:
         for record in view["made_with"] or ()
     ]
     shown = {**view, "made_with": made_by, "command": shlex.join(command), "command_notes": None}
-    if found.spec.pool and len(found.spec.pool.weights) > SHOWN_VOICES:
-        voices, recordings = len(found.spec.pool.weights), len(found.spec.stored_voices or ())
-        spec = {**view["spec"], "stored_voices": f"{recordings:,} recordings, see --json"}
-        spec["pool"] = {**spec["pool"], "weights": f"{voices:,} voices, see --json"}
+    if found.spec.pool and len(found.spec.pool.weights) > SHOWN_ENTRIES:
         at = command.index("--voices") + 1
-        shown |= {"spec": spec, "command": shlex.join([*command[:at], "VOICES", *command[at + 1 :]])}
-    if found.spec.lexicon:
-        words = f"{len(found.spec.lexicon):,} words, see --json"
-        shown |= {"spec": {**shown["spec"], "lexicon": words}}
+        shown["command"] = shlex.join([*command[:at], "VOICES", *command[at + 1 :]])
     output.record(shown)
     for note in notes:
         output.note(note)
@@ -502,7 +492,7 @@ def _finish(found: FoundJob, output: Output) -> None:
     anyway. Runs the operator's hook if the job is in a folder of `nightjar run`, where no worker is left to run it;
     other jobs are reported by workers."""
     from jobs.export.manifest import renew_manifest
-    from jobs.notification import report_ends
+    from jobs.notification import say_ends
 
     try:
         renew_manifest(found.ledger, found.store, found.id)
@@ -510,13 +500,8 @@ def _finish(found: FoundJob, output: Output) -> None:
         output.note(
             f"The manifest was not written: {printable(str(error))} An export in the format `manifest` lists the same items."
         )
-    if found.settings.database_url is not None:
-        return
-    for one in report_ends(found.ledger, found.settings):
-        if one.reason:
-            output.note(
-                f"The end of job {one.job_id} was not reported: {printable(one.reason)}. The next run in the folder tries again."
-            )
+    if found.settings.database_url is None:
+        say_ends(found.ledger, found.settings, output.note)
 
 
 # Otherwise a negative level would be read as an option.

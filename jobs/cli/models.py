@@ -16,8 +16,8 @@ import click
 import msgspec
 
 from jobs.cli import options
-from jobs.cli.options import common_options, json_option, output_options
-from jobs.console import LOCAL_PATH, Output, flag, option
+from jobs.cli.options import common_options, output_options
+from jobs.console import LOCAL_PATH, Output, flag, json_option, option
 from jobs.formatting import bytes_text, counted, printable
 from jobs.settings import Settings, load_settings
 from jobs.voices import voice_folder

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 import click
 from click.shell_completion import CompletionItem
 
-from jobs.console import LOCAL_PATH, PROGRAM, F, FiniteRange, NamedPath, Output, flag, option
+from jobs.console import LOCAL_PATH, PROGRAM, F, FiniteRange, Output, flag, home_option, json_option, option
 from jobs.formatting import printable
 from jobs.ledger.status import newest_jobs
 from jobs.ledger.transaction import Transaction, read_with_driver
@@ -68,14 +68,7 @@ class JobCommand(click.Command):
                 formatter.write_dl(options)
 
 
-json_option = flag("--json", "Print JSON, one object per line.", "as_json")
 quiet_option = flag("--quiet", "Print no progress and no notes to stderr.", "-q")
-home_option = click.option(
-    *("--out", "--home", "home"),
-    metavar="DIR",
-    type=NamedPath(anywhere=True),
-    help="Folder with the ledger and the audio. [default: out]",
-)
 price_option = option(
     "--price",
     "PRICE",

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -146,7 +146,11 @@ class AudioReader:
         threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch")
         try:
             found = map_ahead(
-                threads, get, items, _AHEAD_ITEMS, lambda item: item.artifact.bytes, _AHEAD_BYTES
+                partial(threads.submit, get),
+                items,
+                _AHEAD_ITEMS,
+                lambda item: item.artifact.bytes,
+                _AHEAD_BYTES,
             )
             yield from (made for _, made in found)
         finally:

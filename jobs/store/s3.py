@@ -71,7 +71,7 @@ _BEHIND_END = {"InvalidRange", 416}
 
 def _answered(error: BaseException | None) -> tuple[str, int]:
     """The name and the HTTP status of an error that S3 answered; empty and 0 for other errors."""
-    response: Mapping[str, Any] = getattr(error, "response", {})
+    response = getattr(error, "response", {})
     name = str(response.get("Error", {}).get("Code", ""))
     return name, int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
