@@ -373,10 +373,10 @@ def checks_of_codes(quality: Quality) -> Quality:
     needing = [*quality.meters, *(name for name in chosen if name not in OF_CODES)]
     needing += ["silero"] * (quality.vad == "silero") + ["trim"] * quality.trim
     if needing:
-        message = (
-            f"The job makes codes alone, and these checks need audio: {', '.join(dict.fromkeys(needing))}."
+        raise invalid(
+            f"The job makes codes alone, and these checks need audio: {', '.join(dict.fromkeys(needing))}.",
+            "Leave them out (`--qa basic`), or make both with `--output both`.",
         )
-        raise invalid(message, "Leave them out (`--qa basic`), or make both with `--output both`.")
     bounds = {name: bound for name, bound in quality.bounds.items() if name in OF_CODES}
     return msgspec.structs.replace(quality, bounds=bounds)
 
@@ -390,8 +390,10 @@ def _check(quality: Quality) -> None:
                 f"The bound of `{name}` is empty: {bound.low} to {bound.high}.", "Set `low` below `high`."
             )
     if not quality.costly and (quality.sample, quality.max_failure_rate) != (UNSET, UNSET):
-        message = "A sample of items, or a rate of their failures, is given, but the checks have no meter."
-        raise invalid(message, "Choose `--qa strict`, or add a meter.")
+        raise invalid(
+            "A sample of items, or a rate of their failures, is given, but the checks have no meter.",
+            "Choose `--qa strict`, or add a meter.",
+        )
     for pace in quality.paces:
         if pace.low > pace.high:
             raise invalid("The `low` of a pace is above its `high`.", "See docs/quality.md.")

@@ -65,7 +65,8 @@ def read_codes(data: bytes) -> StoredCodes:
         codec = msgspec.json.decode(header["__metadata__"]["codec"], type=CodecIdentity)
         return StoredCodes(tensors["codes"], tensors.get("voice"), codec)
     except (SafetensorError, ValueError, KeyError, msgspec.MsgspecError) as error:
-        message = f"A file of codes cannot be read: {error!r:.200}."
         raise StoreError(
-            ErrorCode.STORE_CONFLICT, message, "Make it again with: nightjar verify JOB --repair"
+            ErrorCode.STORE_CONFLICT,
+            f"A file of codes cannot be read: {error!r:.200}.",
+            "Make it again with: nightjar verify JOB --repair",
         ) from error

@@ -94,13 +94,17 @@ class Columns:
         self.chat = "text" not in self.of and "messages" in names
         if self.chat:
             if voice_of is not None:
-                advice = "Leave --voice-for and --voices-by out."
-                raise wrong_format(uri, "has chats, which name no speakers", advice)
+                raise wrong_format(
+                    uri, "has chats, which name no speakers", "Leave --voice-for and --voices-by out."
+                )
             ids = {field: name for field, name in self.of.items() if field in LINE_KEYS}
             self.of = {**ids, "messages": "messages"}
         elif "text" not in self.of:
-            advice = "Give the column with the text: --column text=NAME."
-            raise wrong_format(uri, f"has no column `text`; its columns are: {shown}", advice)
+            raise wrong_format(
+                uri,
+                f"has no column `text`; its columns are: {shown}",
+                "Give the column with the text: --column text=NAME.",
+            )
         counts = Counter(names)
         # A speaker only chooses a voice, so its name is metadata too.
         used = {name for field, name in self.of.items() if field != "speaker"}
@@ -109,8 +113,11 @@ class Columns:
         for name in (*self.of.values(), *others):
             if counts[name] > 1 or (name in LINE_KEYS and name in others):
                 what = "two columns" if counts[name] > 1 else "a column with the name of a key of dialogues,"
-                advice = f"Rename it, or leave it out: --drop {printable(name, 40)!r}."
-                raise wrong_format(uri, f"has {what} {printable(name, 40)!r}", advice)
+                raise wrong_format(
+                    uri,
+                    f"has {what} {printable(name, 40)!r}",
+                    f"Rename it, or leave it out: --drop {printable(name, 40)!r}.",
+                )
         self.left_out = left_out
         left_out.difference_update(counts.keys() - {*others})
         #: Names of the columns that are metadata.
@@ -144,8 +151,11 @@ class Columns:
         except (UnicodeError, TypeError, ValueError, msgspec.MsgspecError) as error:
             raise bad_line(f"The row cannot be read: {printable(str(error), 200)}.", "Correct it.") from None
         if metadata and len(line) > MAX_LINE_BYTES:
-            message = f"The row is longer than {MAX_LINE_BYTES >> 20} MiB as JSON."
-            raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Leave its largest columns out with --drop.")
+            raise InputError(
+                ErrorCode.INPUT_TOO_LONG,
+                f"The row is longer than {MAX_LINE_BYTES >> 20} MiB as JSON.",
+                "Leave its largest columns out with --drop.",
+            )
         return line
 
     def _metadata(self, cell: Callable[[str], Any]) -> Iterator[tuple[str, msgspec.Raw]]:
@@ -155,8 +165,10 @@ class Columns:
             except TypeError:
                 self.left_out.add(name)
             except (ValueError, RecursionError) as error:
-                message = f"The column {printable(name, 40)!r} cannot be read: {printable(str(error), 200)}."
-                raise bad_line(message, "Correct it, or leave it out with --drop.") from None
+                raise bad_line(
+                    f"The column {printable(name, 40)!r} cannot be read: {printable(str(error), 200)}.",
+                    "Correct it, or leave it out with --drop.",
+                ) from None
 
 
 def row_converter(
@@ -196,6 +208,8 @@ def _text(value: Any, name: str) -> str:
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int):
-        message = f"The column {printable(name, 40)!r} contains {type(value).__name__}, not text."
-        raise bad_line(message, "Convert the column to text, or select another one with --column.")
+        raise bad_line(
+            f"The column {printable(name, 40)!r} contains {type(value).__name__}, not text.",
+            "Convert the column to text, or select another one with --column.",
+        )
     return str(value)

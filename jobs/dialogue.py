@@ -110,8 +110,11 @@ def decode_line(decode: Callable[[bytes], Decoded], line: bytes, shape: str, fau
         raise bad_line(f"{reason}.", shape) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
-        message = f"The line is not JSON: {printable(reason, 500)}."
-        raise InputError(ErrorCode.INPUT_BAD_JSON, message, "Write one JSON object per line.") from None
+        raise InputError(
+            ErrorCode.INPUT_BAD_JSON,
+            f"The line is not JSON: {printable(reason, 500)}.",
+            "Write one JSON object per line.",
+        ) from None
     return found
 
 
@@ -127,8 +130,11 @@ def parse_line(raw: bytes) -> tuple[Dialogue, bytes]:
         try:
             json.loads(raw)
         except (ValueError, RecursionError):
-            message = f"The line has an integer of more than {MAX_INTEGER_DIGITS:,} digits."
-            raise InputError(ErrorCode.INPUT_BAD_JSON, message, "Write it as text.") from None
+            raise InputError(
+                ErrorCode.INPUT_BAD_JSON,
+                f"The line has an integer of more than {MAX_INTEGER_DIGITS:,} digits.",
+                "Write it as text.",
+            ) from None
     example_id, named = line.example_id, raw
     if line.id is not UNSET:
         example_id = chosen_id(example_id, decode_line(msgspec.json.decode, bytes(line.id), _SHAPE))
@@ -167,8 +173,10 @@ def chosen_id(example_id: object, other: object) -> str | None:
     ]
     if len(set(ids)) > 1:
         both = " and ".join(f"{printable(one, 100)!r}" for one in ids)
-        advice = "Leave one of them out; for a table, `--column id=NAME` selects one."
-        raise bad_line(f"`example_id` and `id` differ: {both}.", advice)
+        raise bad_line(
+            f"`example_id` and `id` differ: {both}.",
+            "Leave one of them out; for a table, `--column id=NAME` selects one.",
+        )
     return ids[0] if ids else None
 
 
@@ -200,8 +208,9 @@ def check_example_id(example_id: str, key: str) -> None:
         or len(example_id.encode()) > MAX_EXAMPLE_ID_BYTES
     ):
         limits = f"{MAX_EXAMPLE_ID_CHARACTERS:,} characters or {MAX_EXAMPLE_ID_BYTES:,} bytes"
-        message = f"The `{key}` is empty, longer than {limits}, or contains a NUL."
-        raise bad_line(message, "Give the line another id.")
+        raise bad_line(
+            f"The `{key}` is empty, longer than {limits}, or contains a NUL.", "Give the line another id."
+        )
 
 
 def spoken_turns(messages: Sequence[Triple], speak: Speak) -> tuple[int, ...]:
@@ -469,14 +478,19 @@ def batch_dialogue(line: bytes, card: ModelCard, encoding: str) -> bytes:
     )
     for key, value, supported, advice in asked:
         if value not in supported:
-            message = f"The line has {key} {printable(str(value), 100)!r}, but this job has {supported[0]!r}."
-            raise unsupported(message, advice)
+            raise unsupported(
+                f"The line has {key} {printable(str(value), 100)!r}, but this job has {supported[0]!r}.",
+                advice,
+            )
     if not is_visible(body.input):
-        message = "The `input` has no text to speak."
-        raise InputError(ErrorCode.INPUT_EMPTY_TEXT, message, "Write the text in `input`.")
+        raise InputError(
+            ErrorCode.INPUT_EMPTY_TEXT, "The `input` has no text to speak.", "Write the text in `input`."
+        )
     if body.instructions and not card.capabilities.instruct:
-        advice = "Leave `instructions` out, or submit with a --model that follows them."
-        raise unsupported("This model does not follow instructions.", advice)
+        raise unsupported(
+            "This model does not follow instructions.",
+            "Leave `instructions` out, or submit with a --model that follows them.",
+        )
     settings = {"voice": body.voice or "", "instruct": body.instructions or ""}
     return row_dialogue({"id": request.custom_id, "text": body.input, **settings})
 
@@ -510,8 +524,11 @@ def row_dialogue(
     if "seed" in generation:
         # `int` would also accept `1_000` and digits of other scripts.
         if not re.fullmatch(rf"\s*-?[0-9]{{1,{MAX_INTEGER_DIGITS}}}\s*", values["seed"]):
-            message = f"The seed is {printable(values['seed'], 40)!r}."
-            raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Write a whole number.")
+            raise InputError(
+                ErrorCode.INPUT_BAD_GENERATION,
+                f"The seed is {printable(values['seed'], 40)!r}.",
+                "Write a whole number.",
+            )
         generation["seed"] = seed = int(values["seed"])
         check_generation(Generation(seed=seed))
     if voice_of is not None and "voice" not in generation and not audio:

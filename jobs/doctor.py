@@ -69,9 +69,11 @@ def _packages(_: Settings) -> Verdict:
     try:
         return ", ".join(f"{name} {version(name)}" for name in PACKAGES), ""
     except PackageNotFoundError as error:
-        message = f"The package {error.name} is not installed."
-        advice = "Install Nightjar again (docs/install.md)."
-        raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, advice) from error
+        raise ConfigError(
+            ErrorCode.CONFIG_MISSING_LIBRARY,
+            f"The package {error.name} is not installed.",
+            "Install Nightjar again (docs/install.md).",
+        ) from error
 
 
 def _ledger(settings: Settings) -> Verdict:
@@ -126,8 +128,7 @@ def _store(settings: Settings) -> Verdict:
         return f"{store.url}, can be read and written, and objects are not overwritten", ""
     parent = _existing_parent(store.root)
     if not os.access(parent, os.W_OK | os.X_OK):
-        message = f"The folder {parent} cannot be written."
-        raise invalid(message, "Give another folder with --out.")
+        raise invalid(f"The folder {parent} cannot be written.", "Give another folder with --out.")
     return f"{store.url}, created by the first job", ""
 
 
@@ -136,8 +137,7 @@ def _disk(settings: Settings) -> Verdict:
     free = shutil.disk_usage(parent).free
     message = f"{free / 1e9:.1f} GB free at {parent}"
     if free < NO_DISK:
-        advice = "Free some space, or give another folder with --out."
-        raise invalid(f"Only {message}.", advice)
+        raise invalid(f"Only {message}.", "Free some space, or give another folder with --out.")
     if free < LITTLE_DISK:
         return f"Only {message}.", "One hour of 24 kHz WAV takes 0.17 GB."
     return message, ""

@@ -191,9 +191,10 @@ class EmbeddedHome:
         """
         self.check_place()
         if self._server is not None and self._server.poll() is not None:
-            message = f"The server ended. Its last message: {_last_line(self.server_log)}"
             raise ServiceError(
-                ErrorCode.SERVER_UNREACHABLE, message, f"See {self.server_log} for the reason."
+                ErrorCode.SERVER_UNREACHABLE,
+                f"The server ended. Its last message: {_last_line(self.server_log)}",
+                f"See {self.server_log} for the reason.",
             )
         if self._broker is not None and self._broker.poll() is not None:
             self._start_broker()

@@ -125,9 +125,11 @@ def submit(
             sha,
             labels.get(INPUT_FORMAT),
         ):
-            message = f"The idempotency key {key!r} belongs to job {job.id}, which was made from another input or spec."
-            advice = "Use another key, or submit the input and spec of that job."
-            raise ServiceError(ErrorCode.LEDGER_STATE, message, advice)
+            raise ServiceError(
+                ErrorCode.LEDGER_STATE,
+                f"The idempotency key {key!r} belongs to job {job.id}, which was made from another input or spec.",
+                "Use another key, or submit the input and spec of that job.",
+            )
         if abort := options.on_error == "abort":
             _refuse_skipped(ledger, store, job)
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, resolved.card.check_reference)
@@ -157,11 +159,10 @@ def submit(
 def check_has_work(job: Job) -> None:
     """Raises `input.no_items` for a submitted job without items, `ledger.cancelled` for a cancelled one."""
     if job.state is JobState.CANCELLED:
-        advice = "To run the input again as a new job, add `--idempotency-key KEY` to the command."
         raise ServiceError(
             ErrorCode.LEDGER_CANCELLED,
             f"Job {job.id} of this input with these options was cancelled.",
-            advice,
+            "To run the input again as a new job, add `--idempotency-key KEY` to the command.",
         )
     if job.state is JobState.FAILED:
         if not job.rejected_lines:
@@ -285,9 +286,11 @@ class _Ingest:
         for (key, sha256), encoded in lines.items():
             data = compress(encoded)
             if sha256_of(data) != sha256:
-                message = f"The input {key} of job {self.job.id} is lost and cannot be restored: its reference audio or the software has changed."
-                advice = "Submit the file again with another --idempotency-key."
-                raise StoreError(ErrorCode.STORE_MISSING, message, advice)
+                raise StoreError(
+                    ErrorCode.STORE_MISSING,
+                    f"The input {key} of job {self.job.id} is lost and cannot be restored: its reference audio or the software has changed.",
+                    "Submit the file again with another --idempotency-key.",
+                )
             self.store.delete(key)
             self.store.put(key, data)
         self.store.sync()

@@ -447,9 +447,10 @@ def decoded(line: bytes | None) -> str:
     try:
         return line.decode()
     except UnicodeDecodeError as error:
-        message = f"The line is not UTF-8: byte {error.start + 1} is 0x{line[error.start]:02x}."
-        advice = "Convert the file, for example with `iconv -f LATIN1 -t UTF-8`."
-        raise bad_line(message, advice) from None
+        raise bad_line(
+            f"The line is not UTF-8: byte {error.start + 1} is 0x{line[error.start]:02x}.",
+            "Convert the file, for example with `iconv -f LATIN1 -t UTF-8`.",
+        ) from None
 
 
 def one_line(line: bytes | None) -> str:
@@ -462,5 +463,7 @@ def one_line(line: bytes | None) -> str:
 
 
 def _bare_return() -> InputError:
-    message = "The line contains a carriage return (CR) that is not a line end: lines must end with LF, or with CR LF."
-    return bad_line(message, f"If it is meant as a line end, convert the file: {CONVERT_RETURNS}.")
+    return bad_line(
+        "The line contains a carriage return (CR) that is not a line end: lines must end with LF, or with CR LF.",
+        f"If it is meant as a line end, convert the file: {CONVERT_RETURNS}.",
+    )

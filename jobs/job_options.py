@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_origin, get_type_hints
 
 import msgspec
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
@@ -304,8 +304,10 @@ def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
     """The error of an unknown name, with the nearest and all known names."""
     names = list(known)
-    advice = f"{nearest(name, names)}The {what.partition(' ')[0]}s are: {', '.join(names)}."
-    return invalid(f"There is no {what} {name!r:.100}.", advice)
+    return invalid(
+        f"There is no {what} {name!r:.100}.",
+        f"{nearest(name, names)}The {what.partition(' ')[0]}s are: {', '.join(names)}.",
+    )
 
 
 @cache
@@ -497,7 +499,7 @@ def _of_options(job: Job) -> Iterator[str]:
         if name not in known:
             yield from ("--set", f"{name}={value}")
         elif isinstance(value, Mapping):
-            for key, one in sorted(cast("Mapping[str, str]", value).items()):
+            for key, one in sorted(value.items()):
                 yield from (known[name].flag, f"{key}={one}")
         else:
             yield known[name].flag
@@ -536,6 +538,6 @@ def _changes(
         if key not in after:
             yield here, None if is_limit else False
         elif isinstance(new, Mapping) and not is_limit and (new or old):
-            yield from _changes(old or {}, cast("Mapping[str, Any]", new), f"{here}.")
+            yield from _changes(old or {}, new, f"{here}.")
         else:
             yield here, new

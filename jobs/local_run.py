@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
 
 from jobs.console import Interrupted, Stop
 from jobs.embedded import DRAIN_SECONDS, EmbeddedHome
@@ -22,7 +21,7 @@ from jobs.own_files import full_disk_explained
 from jobs.progress import Progress
 from jobs.recent_jobs import remember
 from jobs.settings import Settings
-from jobs.source import FORMAT_NAMES, InputFormat
+from jobs.source import FORMAT_NAMES
 from jobs.spec import ResolvedSpec
 from jobs.store import open_store
 from jobs.store.base import ObjectStore
@@ -137,7 +136,7 @@ def _explain(ledger: Ledger, job: Job, progress: Progress, *, created: bool) -> 
         raise _paused(job)
     repeated = "" if created else ", already done" if job.state.final else ", already started"
     if INPUT_FORMAT in job.labels:
-        progress.say(f"The input is read as {FORMAT_NAMES[cast('InputFormat', job.labels[INPUT_FORMAT])]}.")
+        progress.say(f"The input is read as {FORMAT_NAMES[job.labels[INPUT_FORMAT]]}.")
     progress.say(
         f"Job {job.id}: {counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused{repeated}."
     )
@@ -150,8 +149,11 @@ def _explain(ledger: Ledger, job: Job, progress: Progress, *, created: bool) -> 
 
 def _paused(job: Job) -> NightjarError:
     reason = f" ({job.state_reason})" if job.state_reason else ""
-    advice = f"See why with `nightjar errors {job.id}`. Continue with `nightjar resume {job.id}` and the same `nightjar run`."
-    return ServiceError(ErrorCode.LEDGER_STATE, f"Job {job.id} is paused{reason}.", advice)
+    return ServiceError(
+        ErrorCode.LEDGER_STATE,
+        f"Job {job.id} is paused{reason}.",
+        f"See why with `nightjar errors {job.id}`. Continue with `nightjar resume {job.id}` and the same `nightjar run`.",
+    )
 
 
 def _follow(ledger: Ledger, job: Job, embedded: EmbeddedHome, progress: Progress, stop: Stop) -> JobStatus:
@@ -238,9 +240,10 @@ def _repair(ledger: Ledger, store: ObjectStore, job_id: str, progress: Progress)
         counts = repair_objects(ledger, store, job, pipeline, lost)
     progress.say(f"Repaired: {counts['same']} with the same bytes, {counts['other']} with other bytes.")
     if counts["failed"]:
-        message = f"{counted(counts['failed'], 'file')} of job {job_id} could not be repaired."
         raise StoreError(
-            ErrorCode.STORE_MISSING, message, f"For the reasons run: nightjar verify {job_id} --repair"
+            ErrorCode.STORE_MISSING,
+            f"{counted(counts['failed'], 'file')} of job {job_id} could not be repaired.",
+            f"For the reasons run: nightjar verify {job_id} --repair",
         )
 
 

@@ -109,11 +109,10 @@ def full_disk_explained(home: Path) -> Generator[None]:
 
 
 def _no_plain_file(path: Path) -> StoreError:
-    message = (
-        f"{path} is not opened, because it is not a regular file or folder, or its path contains a link."
-    )
     return StoreError(
-        ErrorCode.STORE_FORBIDDEN, message, "Find out who created it, remove it, and run the command again."
+        ErrorCode.STORE_FORBIDDEN,
+        f"{path} is not opened, because it is not a regular file or folder, or its path contains a link.",
+        "Find out who created it, remove it, and run the command again.",
     )
 
 

@@ -212,9 +212,10 @@ def read_records(store: ObjectStore, job: Job) -> list[Provenance]:
         try:
             found.append(msgspec.json.decode(data, type=Provenance))
         except ValueError as error:
-            message = f"The object {key} is not a provenance record."
             raise StoreError(
-                ErrorCode.STORE_CONFLICT, message, "Restore it from a backup, or remove it."
+                ErrorCode.STORE_CONFLICT,
+                f"The object {key} is not a provenance record.",
+                "Restore it from a backup, or remove it.",
             ) from error
     return found
 

@@ -147,9 +147,10 @@ def settings_for_job(prefix: str, home: str | None) -> Settings:
     places = settings_of_places(prefix, home)
     remembered = [settings for settings in places if settings.origin("home") != "default"]
     if len(remembered) > 1:
-        message = f"Jobs of several folders begin with {prefix[:64]!r}."
         raise NotFoundError(
-            ErrorCode.LEDGER_NOT_FOUND, message, "Give a longer id, or the folder with --out."
+            ErrorCode.LEDGER_NOT_FOUND,
+            f"Jobs of several folders begin with {prefix[:64]!r}.",
+            "Give a longer id, or the folder with --out.",
         )
     return (remembered or places)[0]
 
@@ -244,8 +245,11 @@ def chosen_jobs(ids: Sequence[str], home: str | None, choice: JobChoice = _ANY) 
                 if job.id not in found or settings.home in homes_of(job.id):
                     found[job.id] = FoundJob(settings, ledger, job)
         if not found:
-            message = "No job has this name, schedule and dates."
-            raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, message, "See the jobs with: nightjar list.")
+            raise NotFoundError(
+                ErrorCode.LEDGER_NOT_FOUND,
+                "No job has this name, schedule and dates.",
+                "See the jobs with: nightjar list.",
+            )
         yield sorted(found.values(), key=lambda one: (one.job.created_at, one.id))
 
 

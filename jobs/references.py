@@ -111,8 +111,9 @@ def checked_audio(data: bytes, name: str, check: Callable[[bytes], object] | Non
         if check is not None:
             check(data)
     except InputError as error:
-        message = f"{name} cannot be used: {error.message.removeprefix('The audio ')}"
-        raise InputError(error.code, message, error.advice) from error
+        raise InputError(
+            error.code, f"{name} cannot be used: {error.message.removeprefix('The audio ')}", error.advice
+        ) from error
     if found.format not in _EXTENSIONS or found.frames <= 0:
         reason = f"it is {found.format} with {found.frames} samples, not WAV, FLAC, OGG or MP3"
         raise _unreadable(name, reason)
@@ -146,8 +147,11 @@ def load_reference(store: ObjectStore, job_id: str, content: str) -> bytes:
         )
     data = _read_object(store, content, content)
     if is_reference_key(content, job_id) and sha256_of(data) not in content:
-        message = f"The object {content} was changed after submit."
-        raise StoreError(ErrorCode.STORE_CONFLICT, message, "Restore it, or submit the input again.")
+        raise StoreError(
+            ErrorCode.STORE_CONFLICT,
+            f"The object {content} was changed after submit.",
+            "Restore it, or submit the input again.",
+        )
     return data
 
 

@@ -166,8 +166,9 @@ class _Resynthesis:
         try:
             speech = started.result(_TIMEOUT_SECONDS)
         except TimeoutError:
-            message = f"It took longer than {_TIMEOUT_SECONDS:.0f} s."
-            raise SynthesisError(ErrorCode.SYNTH_TIMEOUT, message) from None
+            raise SynthesisError(
+                ErrorCode.SYNTH_TIMEOUT, f"It took longer than {_TIMEOUT_SECONDS:.0f} s."
+            ) from None
         quality = self.job.spec.quality
         if quality is None or not quality.trim:
             return speech
@@ -202,8 +203,11 @@ class _Resynthesis:
             artifact, sha256=sha256, bytes=len(data), pack=None, pack_offset=None, **facts
         )
         if not self.ledger.replace_artifact(self.job.id, made, artifact.sha256):
-            message = f"Another process replaced {artifact.key} meanwhile."
-            raise StoreError(ErrorCode.STORE_CONFLICT, message, "Verify the job again.")
+            raise StoreError(
+                ErrorCode.STORE_CONFLICT,
+                f"Another process replaced {artifact.key} meanwhile.",
+                "Verify the job again.",
+            )
         outcome = RepairOutcome.SAME if sha256 == artifact.sha256 else RepairOutcome.OTHER
         return repaired(outcome, entry_changed=True)
 

@@ -351,10 +351,10 @@ class Settings(SettingsGroup):
         if kind == "auto" or card.engine == "cpu":
             return card.engine
         if kind not in (card.engines or (card.engine,)):
-            message = (
-                f"The engine {kind!r} was chosen, but {card.name} runs on the engine {card.engine!r} only."
+            raise invalid(
+                f"The engine {kind!r} was chosen, but {card.name} runs on the engine {card.engine!r} only.",
+                "Unset SPEECH_ENGINE__KIND, or set it to auto.",
             )
-            raise invalid(message, "Unset SPEECH_ENGINE__KIND, or set it to auto.")
         return kind
 
     def engine_options(self, card: ModelCard) -> dict[str, Any]:
@@ -444,11 +444,13 @@ def _read_toml(path: Path, *, required: bool) -> dict[str, Any]:
     except FileNotFoundError:
         if not required:
             return {}
-        message = f"The configuration file {path} does not exist."
-        raise invalid(message, "Correct SPEECH_CONFIG or unset it.") from None
+        raise invalid(
+            f"The configuration file {path} does not exist.", "Correct SPEECH_CONFIG or unset it."
+        ) from None
     except (OSError, ValueError) as error:
-        message = f"The configuration file {path} cannot be read: {error}."
-        raise invalid(message, "Make it a readable TOML file.") from None
+        raise invalid(
+            f"The configuration file {path} cannot be read: {error}.", "Make it a readable TOML file."
+        ) from None
 
 
 def _dotenv() -> Mapping[str, str]:
@@ -477,8 +479,9 @@ def _read_variables(variables: Mapping[str, str], origin: str) -> dict[str, Any]
         for part in parents:
             node = node.setdefault(part, {})
             if not hasattr(node, "setdefault"):
-                message = f"{name} ({origin}) and a value of its whole group are both set."
-                raise invalid(message, "Set one of the two.")
+                raise invalid(
+                    f"{name} ({origin}) and a value of its whole group are both set.", "Set one of the two."
+                )
         node[leaf] = value
         if value.startswith("{"):
             with suppress(ValueError):
@@ -531,8 +534,10 @@ def _refuse_other_prefix(variable: str, origin: str) -> None:
     rest = variable.removeprefix("NIGHTJAR_")
     key = rest.lower().replace("__", ".")
     if PREFIX + rest in NOT_SETTINGS or key in setting_keys(key):
-        message = f"There is no setting {variable} ({origin})."
-        raise invalid(message, f"Did you mean {PREFIX}{rest}? All settings begin with {PREFIX}.")
+        raise invalid(
+            f"There is no setting {variable} ({origin}).",
+            f"Did you mean {PREFIX}{rest}? All settings begin with {PREFIX}.",
+        )
 
 
 def variable_of(key: str) -> str:

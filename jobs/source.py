@@ -264,7 +264,7 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source]
                 copy = opened.enter_context(tempfile.TemporaryFile(prefix="nightjar-input-"))
                 shutil.copyfileobj(files[0], copy, _CHUNK_BYTES)
                 copy.flush()
-                files = [cast(BinaryIO, copy)]
+                files = [copy]
         yield Source(files, uri, folder)
 
 
@@ -301,8 +301,11 @@ def check_source(source: str) -> str:
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
             open(source, "rb").close()
         elif not stat.S_ISFIFO(mode):
-            advice = "Give a file, or `-` for standard input."
-            raise InputError(ErrorCode.INPUT_UNREADABLE, f"{source!r} is a device.", advice)
+            raise InputError(
+                ErrorCode.INPUT_UNREADABLE,
+                f"{source!r} is a device.",
+                "Give a file, or `-` for standard input.",
+            )
     return source
 
 
@@ -373,15 +376,21 @@ def format_of(source: Source, asked: AskedFormat) -> InputFormat:
     if asked != "auto":
         other = looks in _CERTAIN and (asked not in _CERTAIN or looks in _BINARY)
         if looks is not None and looks != asked and (other or asked in _BINARY):
-            message = f"is not {FORMAT_NAMES[asked]}; it looks like {FORMAT_NAMES[looks]}"
-            raise wrong_format(uri, message, f"Use --input-format {looks}, or leave it out.")
+            raise wrong_format(
+                uri,
+                f"is not {FORMAT_NAMES[asked]}; it looks like {FORMAT_NAMES[looks]}",
+                f"Use --input-format {looks}, or leave it out.",
+            )
         return asked
     named = _BY_EXTENSION.get(_extension(uri))
     if looks in _CERTAIN:
         return looks
     if head.startswith(_UTF_16_AND_32) or (named is None and b"\0" in head):
-        advice = "Convert it, for example with `iconv -f UTF-16 -t UTF-8`, or use a format that docs/submit.md lists."
-        raise wrong_format(uri, "is binary, or UTF-16 or UTF-32", advice)
+        raise wrong_format(
+            uri,
+            "is binary, or UTF-16 or UTF-32",
+            "Convert it, for example with `iconv -f UTF-16 -t UTF-8`, or use a format that docs/submit.md lists.",
+        )
     if named is not None:
         return named
     if looks is None:

@@ -141,8 +141,9 @@ def _check_pool(spec: JobSpec, card: ModelCard, stored: VoiceFolder | None) -> N
     if not spec.pool:
         return
     if spec.pool.by_speaker and spec.pool.balance:
-        message = "A voice for each speaker cannot be balanced."
-        raise invalid(message, "Leave --balance out, or draw by dialogue.")
+        raise invalid(
+            "A voice for each speaker cannot be balanced.", "Leave --balance out, or draw by dialogue."
+        )
     if card.capabilities.multi_turn:
         raise invalid(f"The model {card.name} answers dialogues in its own voice.", "Leave --voices out.")
     if names_of(spec.generation) or (spec.reading or ALL).voices:
@@ -153,25 +154,33 @@ def _check_pool(spec: JobSpec, card: ModelCard, stored: VoiceFolder | None) -> N
         if (own := own_voice(name, card.capabilities.voices)) is None:
             continue
         if name in recordings:
-            message = f"The recording {name!r} of the pool has the name of a voice of the model {card.name}."
-            raise invalid(message, "Rename the recording, or give the voice of the model by its name alone.")
+            raise invalid(
+                f"The recording {name!r} of the pool has the name of a voice of the model {card.name}.",
+                "Rename the recording, or give the voice of the model by its name alone.",
+            )
         if own in found:
-            message = f"{found[own]!r} and {name!r} are the same voice of the model {card.name}."
-            raise invalid(message, "Leave one of them out of the pool.")
+            raise invalid(
+                f"{found[own]!r} and {name!r} are the same voice of the model {card.name}.",
+                "Leave one of them out of the pool.",
+            )
         found[own] = name
 
 
 def _check_format(format: AskedFormat, spec: JobSpec) -> None:
     """Raises `config.invalid` for options that do not apply to inputs of this format."""
     if format == "openai-batch" and spec.speak == "assistant":
-        message = "An OpenAI batch has only user turns; there is no assistant turn to speak."
-        raise invalid(message, "Leave `speak` out: the `input` is spoken.")
+        raise invalid(
+            "An OpenAI batch has only user turns; there is no assistant turn to speak.",
+            "Leave `speak` out: the `input` is spoken.",
+        )
     chosen, tables = spec.reading or ALL, ("auto", *TABLES)
     if chosen.columns and format not in tables:
         raise invalid("This input is not a table, and has no columns.", "Leave --column out.")
     if (chosen.voices or (spec.pool and spec.pool.by_speaker)) and format not in (*tables, "kaldi"):
-        advice = f"Speakers are in a column or key `speaker`, or in `{SPEAKERS}` beside Kaldi's `text`. Leave --voice-for and --voices-by out."
-        raise invalid("This input names no speakers.", advice)
+        raise invalid(
+            "This input names no speakers.",
+            f"Speakers are in a column or key `speaker`, or in `{SPEAKERS}` beside Kaldi's `text`. Leave --voice-for and --voices-by out.",
+        )
 
 
 def _frozen_generation(generation: Generation, card: ModelCard) -> Generation:
@@ -186,9 +195,10 @@ def _frozen_generation(generation: Generation, card: ModelCard) -> Generation:
         and language.casefold() not in {name.casefold() for name in capabilities.languages}
     ):
         if (found := language_of(language, capabilities.languages)) is None:
-            message = f"The model {card.name} has no language {printable(language, 80)!r}."
             raise InputError(
-                ErrorCode.INPUT_UNKNOWN_LANGUAGE, message, f"It has: {', '.join(capabilities.languages)}."
+                ErrorCode.INPUT_UNKNOWN_LANGUAGE,
+                f"The model {card.name} has no language {printable(language, 80)!r}.",
+                f"It has: {', '.join(capabilities.languages)}.",
             )
         language = found
     roles = generation.roles and {
@@ -213,20 +223,28 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
     check_rate(spec.format, spec.sample_rate or card.sample_rate)
     speak, chosen, quality = spec.speak, spec.reading or ALL, spec.quality
     if spec.output and not card.capabilities.codes:
-        message = f"The model {card.name} has no codec, so it gives no codes."
-        raise invalid(message, "Leave --output out, or use another model (`nightjar models`).")
+        raise invalid(
+            f"The model {card.name} has no codec, so it gives no codes.",
+            "Leave --output out, or use another model (`nightjar models`).",
+        )
     if quality and (own := quality.bounds.keys() & OF_ENGINES) and not card.capabilities.codes:
-        message = f"The model {card.name} has no codec, so nothing measures `{min(own)}`."
-        raise invalid(message, "Remove the bound, or use another model (`nightjar models`).")
+        raise invalid(
+            f"The model {card.name} has no codec, so nothing measures `{min(own)}`.",
+            "Remove the bound, or use another model (`nightjar models`).",
+        )
     if card.capabilities.multi_turn:
         if speak not in ("auto", "answer"):
-            message = f"The model {card.name} answers a whole dialogue; it does not speak its turns."
-            raise invalid(message, "Leave `speak` out, or use a model that speaks one text.")
+            raise invalid(
+                f"The model {card.name} answers a whole dialogue; it does not speak its turns.",
+                "Leave `speak` out, or use a model that speaks one text.",
+            )
         speak = "answer"
     aligned = quality is not None and ALIGNER in quality.meters
     if spec.timestamps is True and card.capabilities.word_times != "exact" and not aligned:
-        message = f"The model {card.name} does not know when it says each word."
-        raise invalid(message, "Give the folder of an aligner with --qa-set meters.align.model=FOLDER.")
+        raise invalid(
+            f"The model {card.name} does not know when it says each word.",
+            "Give the folder of an aligner with --qa-set meters.align.model=FOLDER.",
+        )
     if chosen.limit is not None and chosen.sample is not None:
         raise invalid("A limit and a sample are both given.", "Use one of them.")
     if chosen.keep is not None and chosen.drop is not None:
@@ -354,11 +372,11 @@ class LineChecker:
             good, rejected = self.check(batch, reference_key)
             left += len(good) * MAX_REFUSED_LINES_EACH - len(rejected)
             if left < 0:
-                message = (
-                    f"More than {MAX_REFUSED_LINES:,} lines of the input are refused, and too few are good."
+                raise InputError(
+                    ErrorCode.INPUT_WRONG_FORMAT,
+                    f"More than {MAX_REFUSED_LINES:,} lines of the input are refused, and too few are good.",
+                    f"Check the file. Line {rejected[-1].line}: {rejected[-1].message}",
                 )
-                advice = f"Check the file. Line {rejected[-1].line}: {rejected[-1].message}"
-                raise InputError(ErrorCode.INPUT_WRONG_FORMAT, message, advice)
             yield batch.first + len(batch.lines) - 1, good, rejected
 
     def check(
@@ -418,8 +436,11 @@ class LineChecker:
             others = [message[1] for message in messages if message[1] not in ("text", "audio")]
             other = f", but a message of modality {others[0]!r}" if others else ""
             what = f"{self._speak} text" if self._speak in _ROLES else "text to speak"
-            advice = "Add such a text message to the line, or choose another role with --speak."
-            raise InputError(ErrorCode.INPUT_EMPTY_TEXT, f"The dialogue has no {what}{other}.", advice)
+            raise InputError(
+                ErrorCode.INPUT_EMPTY_TEXT,
+                f"The dialogue has no {what}{other}.",
+                "Add such a text message to the line, or choose another role with --speak.",
+            )
         references = {place: reference_key(messages[place][2]) for place in recordings}
         items = 1 if turns is None else len(turns)
         estimated_ms = int(characters * self._ms_per_character)
@@ -476,8 +497,11 @@ class LineChecker:
 
 def duplicate(example_id: str, key: str) -> InputError:
     """The error of a line with the example_id of an earlier line; `key`: the name of the id in the input."""
-    message = f"An earlier line has the {key} {printable(example_id, 100)!r}."
-    return InputError(ErrorCode.INPUT_DUPLICATE_ID, message, "Give every line a unique id.")
+    return InputError(
+        ErrorCode.INPUT_DUPLICATE_ID,
+        f"An earlier line has the {key} {printable(example_id, 100)!r}.",
+        "Give every line a unique id.",
+    )
 
 
 def duplicate_lines(lines: Sequence[GoodLine], key: str) -> list[RejectedLine]:

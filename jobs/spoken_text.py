@@ -77,18 +77,23 @@ def with_spoken_text(spec: JobSpec, card: ModelCard) -> JobSpec:
     if not spec.normalize and not spec.lexicon:
         return spec
     if card.capabilities.multi_turn:
-        message = f"The model {card.name} answers dialogues in its own words."
-        raise invalid(message, "Leave normalize and lexicon out.")
+        raise invalid(
+            f"The model {card.name} answers dialogues in its own words.", "Leave normalize and lexicon out."
+        )
     for word, said in phonemes_of(spec.lexicon or {}).items():
         known = card.capabilities.phonemes
         if unknown := set(said) - set(known) - {" "}:
             shown = printable("".join(sorted(unknown)))
             can = f"has no phonemes {shown!r}" if known else "takes no phonemes"
-            message = f"The lexicon has phonemes for {printable(word)!r}, but the model {card.name} {can}."
-            raise invalid(message, "Give a spelling instead." if not known else f"It has: {known}")
+            raise invalid(
+                f"The lexicon has phonemes for {printable(word)!r}, but the model {card.name} {can}.",
+                "Give a spelling instead." if not known else f"It has: {known}",
+            )
         if re.search(r"[\s()\[\]]", word):
-            message = f"The lexicon has phonemes for {printable(word)!r}, which is not one word."
-            raise invalid(message, "Give phonemes for each word, or a spelling.")
+            raise invalid(
+                f"The lexicon has phonemes for {printable(word)!r}, which is not one word.",
+                "Give phonemes for each word, or a spelling.",
+            )
     if not spec.normalize:
         return spec
     if (version := installed_version(LIBRARY)) is None:
@@ -120,9 +125,10 @@ class SpokenText:
             try:
                 spoken = "".join(map(self._line, _LINE_ENDS.split(spoken)))
             except Exception as error:
-                message = f"The text cannot be normalized: {error!r:.200}."
                 raise InputError(
-                    ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Write it as it is spoken."
+                    ErrorCode.INPUT_UNPRONOUNCEABLE,
+                    f"The text cannot be normalized: {error!r:.200}.",
+                    "Write it as it is spoken.",
                 ) from error
         return spoken
 

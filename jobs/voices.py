@@ -145,17 +145,20 @@ class JobVoices:
             return known
         stored = self.names
         if name in stored:
-            message = (
-                f"{printable(name, 80)!r} is a stored voice, which the model {self.card.name} cannot clone."
+            return unsupported(
+                f"{printable(name, 80)!r} is a stored voice, which the model {self.card.name} cannot clone.",
+                "Use a model that clones voices, or a voice of this model.",
             )
-            return unsupported(message, "Use a model that clones voices, or a voice of this model.")
         voices = self.card.capabilities.voices
         has = f"It has: {', '.join(voices)}. " if voices else ""
         if self.can_clone and self.folder is not None:
             has += f"{nearest(name, stored)}`nightjar voices list` shows the stored voices."
-        message = f"The model {self.card.name} has no voice {printable(name, 80)!r}."
         advice = has or "It has no named voices: remove `voice`."
-        return InputError(ErrorCode.INPUT_UNKNOWN_VOICE, message, advice)
+        return InputError(
+            ErrorCode.INPUT_UNKNOWN_VOICE,
+            f"The model {self.card.name} has no voice {printable(name, 80)!r}.",
+            advice,
+        )
 
     def put(self, store: ObjectStore, job_id: str) -> None:
         """Puts the recordings into the store of a job. Raises `InputError` if one has changed since it was
@@ -163,8 +166,11 @@ class JobVoices:
         for name, voice in self.frozen.items():
             found = None if self.folder is None else _recorded(self.folder, name, self.card)
             if found is None or found[0] != voice:
-                message = f"The stored voice {name!r} was changed while the input was read."
-                raise InputError(ErrorCode.INPUT_AUDIO_MISSING, message, "Submit it again.")
+                raise InputError(
+                    ErrorCode.INPUT_AUDIO_MISSING,
+                    f"The stored voice {name!r} was changed while the input was read.",
+                    "Submit it again.",
+                )
             put_reference(store, job_id, found[1])
 
     def _is_own(self, name: str) -> bool:
@@ -202,8 +208,9 @@ def in_stored_voice(
     if not any(message.modality == "audio" for message in messages):
         return in_voice_of(messages, generation, prefix + voice.recording, voice.text)
     if own is not None:
-        message = f"The line has a recording and the stored voice {generation.voice!r}."
-        raise unsupported(message, "Leave one of them out.")
+        raise unsupported(
+            f"The line has a recording and the stored voice {generation.voice!r}.", "Leave one of them out."
+        )
     return messages, msgspec.structs.replace(generation, voice=None)
 
 
@@ -328,8 +335,10 @@ def read_pool(
     except (_UnusableError, OSError, UnicodeDecodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
         why = reason if isinstance(error, _UnusableError) else f"it cannot be read ({reason})"
-        advice = "Give a folder of recordings, a CSV or TSV file of voices, or names such as anna=2,ben."
-        raise invalid(f"The voices '{printable(str(which), 80)}' cannot be used: {why}.", advice) from error
+        raise invalid(
+            f"The voices '{printable(str(which), 80)}' cannot be used: {why}.",
+            "Give a folder of recordings, a CSV or TSV file of voices, or names such as anna=2,ben.",
+        ) from error
     return VoicePool(weights, balance=balance, by_speaker=by_speaker), recordings
 
 

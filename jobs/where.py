@@ -192,5 +192,7 @@ def _needs(condition: Condition, names: frozenset[str]) -> bool:
 
 
 def _wrong(what: str) -> ConfigError:
-    advice = f"Compare scores, or {', '.join(FACTS)}, with numbers, and join comparisons by and, or, not and brackets: {EXAMPLE}."
-    return invalid(f"The filter {what}.", advice)
+    return invalid(
+        f"The filter {what}.",
+        f"Compare scores, or {', '.join(FACTS)}, with numbers, and join comparisons by and, or, not and brackets: {EXAMPLE}.",
+    )

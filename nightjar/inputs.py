@@ -52,8 +52,11 @@ def written_input(
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=".writing-")
     except OSError as error:
-        message = f"The folder {folder} cannot be written: {error.strerror}."
-        raise StoreError(ErrorCode.STORE_FORBIDDEN, message, "Give a writable folder as `out`.") from error
+        raise StoreError(
+            ErrorCode.STORE_FORBIDDEN,
+            f"The folder {folder} cannot be written: {error.strerror}.",
+            "Give a writable folder as `out`.",
+        ) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             for line in islice(_lines(records, chosen, voice_of, left_out), chosen.limit):
@@ -75,11 +78,11 @@ def _check_collection(records: Any) -> None:
     if isinstance(records, Mapping) or not (
         isinstance(records, Iterable) or hasattr(records, "__arrow_c_stream__")
     ):
-        message = f"A {type(records).__name__} is not a list of records."
-        advice = (
-            "Give a path, a table, or a list of texts or mappings. For a DatasetDict, give one of its splits."
+        raise InputError(
+            ErrorCode.INPUT_WRONG_FORMAT,
+            f"A {type(records).__name__} is not a list of records.",
+            "Give a path, a table, or a list of texts or mappings. For a DatasetDict, give one of its splits.",
         )
-        raise InputError(ErrorCode.INPUT_WRONG_FORMAT, message, advice)
 
 
 def _lines(records: Iterable[Any], chosen: Reading, voice_of: VoiceOf, left_out: set[str]) -> Iterator[bytes]:
@@ -90,8 +93,10 @@ def _lines(records: Iterable[Any], chosen: Reading, voice_of: VoiceOf, left_out:
         except InputError as error:
             raise InputError(error.code, f"Record {number}: {error.message}", error.advice) from None
         except (TypeError, ValueError) as error:
-            message = f"Record {number} cannot be written as JSON: {printable(str(error), 200)}."
-            raise bad_line(message, "Give texts, numbers and lists.") from None
+            raise bad_line(
+                f"Record {number} cannot be written as JSON: {printable(str(error), 200)}.",
+                "Give texts, numbers and lists.",
+            ) from None
 
 
 def _rows(records: Any, chosen: Reading, left_out: set[str]) -> Iterator[Any]:
@@ -135,8 +140,11 @@ def _table(records: Any) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
         except ImportError:
             raise missing_library("Reading a table", "pyarrow", "export") from None
         except (TypeError, ValueError, OverflowError) as error:
-            advice = "Give each column one type, or leave the column out."
-            raise wrong_format("", f"is no table: {printable(str(error), 200)}", advice) from None
+            raise wrong_format(
+                "",
+                f"is no table: {printable(str(error), 200)}",
+                "Give each column one type, or leave the column out.",
+            ) from None
         return reader.schema, lambda names: (batch.select(names) for batch in reader)
     return None, iter
 
@@ -150,21 +158,28 @@ def _dialogue(
     if not isinstance(record, Mapping):
         if not isinstance(getattr(record, "text", None), str):
             kind = type(record).__name__
-            message = f"A value of type {kind} is not a text, a dialogue, a row or a supervision."
-            raise bad_line(message, "Give texts, or mappings with `text` or `messages`.")
+            raise bad_line(
+                f"A value of type {kind} is not a text, a dialogue, a row or a supervision.",
+                "Give texts, or mappings with `text` or `messages`.",
+            )
         found = {key: getattr(record, key, None) for key in ("text", "id", "speaker")}
         record = {key: str(value) for key, value in found.items() if value}
     messages = record.get("messages")
     if messages is None:
         return of_row(record, number)
     if voice_of is not None:
-        advice = "Give rows with `text` and `speaker`, or leave `voice_for` and `voices_by` out."
-        raise InputError(ErrorCode.INPUT_WRONG_FORMAT, "A dialogue names no speaker.", advice)
+        raise InputError(
+            ErrorCode.INPUT_WRONG_FORMAT,
+            "A dialogue names no speaker.",
+            "Give rows with `text` and `speaker`, or leave `voice_for` and `voices_by` out.",
+        )
     if not isinstance(messages, list | tuple) or any(
         isinstance(message, str) or not isinstance(message, Collection) for message in messages
     ):
-        advice = "Write them as [role, modality, content], or as mappings with `role` and `content`."
-        raise bad_line("`messages` is not a list of messages.", advice)
+        raise bad_line(
+            "`messages` is not a list of messages.",
+            "Write them as [role, modality, content], or as mappings with `role` and `content`.",
+        )
     if messages and isinstance(messages[0], Mapping):
         return chat_dialogue(_encode(record), number)
     named = chosen_id(record.get("example_id"), record.get("id"))

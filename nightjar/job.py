@@ -98,8 +98,11 @@ class Item:
         of audio."""
         job, row = self._source
         if row.artifact is None:
-            message = f"The item {self.id[:100]!r} has no audio: it is {self.state}."
-            raise NotFoundError(ErrorCode.STORE_MISSING, message, self.error or "")
+            raise NotFoundError(
+                ErrorCode.STORE_MISSING,
+                f"The item {self.id[:100]!r} has no audio: it is {self.state}.",
+                self.error or "",
+            )
         return Sound(*decode(job._reader.read(row.artifact), max_seconds=MAX_SECONDS), self.text)
 
     @property
@@ -474,14 +477,18 @@ class Job:
         try:
             reader = import_module(library)
         except ModuleNotFoundError as error:
-            message = f"This needs the library {error.name}."
-            advice = f"Install it: pip install {error.name}."
-            raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, advice) from None
+            raise ConfigError(
+                ErrorCode.CONFIG_MISSING_LIBRARY,
+                f"This needs the library {error.name}.",
+                f"Install it: pip install {error.name}.",
+            ) from None
         found = sorted(str(path) for path in self._exported(format, to, where, **options).glob(files))
         if not found:
             filtered = "" if where is None else f" that match {str(_filter(where))!r}"
-            message = f"Job {self.id} has no items with audio{filtered}."
-            raise invalid(message, f"See them with: nightjar items {self.id}.")
+            raise invalid(
+                f"Job {self.id} has no items with audio{filtered}.",
+                f"See them with: nightjar items {self.id}.",
+            )
         return reader, found
 
     def _check(self) -> None:

@@ -127,8 +127,11 @@ def _read(
     if isinstance(source, str | Path):
         place = str(source)
         if place != "-" and not is_remote(place) and not os.path.lexists(place):
-            advice = f"Check the path. To speak a text, put it into a list: nightjar.run([{place[:40]!r}]). For a dataset of Hugging Face, give what `datasets.load_dataset` returns."
-            raise InputError(ErrorCode.INPUT_UNREADABLE, f"There is no file {place[:300]!r}.", advice)
+            raise InputError(
+                ErrorCode.INPUT_UNREADABLE,
+                f"There is no file {place[:300]!r}.",
+                f"Check the path. To speak a text, put it into a list: nightjar.run([{place[:40]!r}]). For a dataset of Hugging Face, give what `datasets.load_dataset` returns.",
+            )
         path = check_source(place)
     else:
         path = str(written_input(source, spec, settings.state_folder, say))

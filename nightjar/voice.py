@@ -30,8 +30,9 @@ from pipelines.validation import OPENAI_VOICES, check_generation, own_voice
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], words: str) -> None:
     """Raises `config.invalid` for an argument of another type. True and False do not count as numbers."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-        message = f"The argument `{name}` is {value!r:.100}."
-        raise invalid(message, f"Give {words}; docs/python.md lists the arguments.")
+        raise invalid(
+            f"The argument `{name}` is {value!r:.100}.", f"Give {words}; docs/python.md lists the arguments."
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,8 +61,11 @@ class Sound:
         try:
             path.write_bytes(data)
         except OSError as error:
-            message = f"The file {str(path)!r:.200} cannot be written: {error.strerror}."
-            raise StoreError(ErrorCode.STORE_FORBIDDEN, message, "Give a writable path.") from error
+            raise StoreError(
+                ErrorCode.STORE_FORBIDDEN,
+                f"The file {str(path)!r:.200} cannot be written: {error.strerror}.",
+                "Give a writable path.",
+            ) from error
         return path
 
     def __repr__(self) -> str:
@@ -113,15 +117,21 @@ class Voice:
 
     def _request(self, text: str, asked: dict[str, Any]) -> SynthesisRequest:
         if self._closed:
-            advice = "Open it again with `nightjar.open_model`, or speak within its `with` block."
-            raise SynthesisError(ErrorCode.SYNTH_ABORTED, f"The model {self.card.name} was closed.", advice)
+            raise SynthesisError(
+                ErrorCode.SYNTH_ABORTED,
+                f"The model {self.card.name} was closed.",
+                "Open it again with `nightjar.open_model`, or speak within its `with` block.",
+            )
         check_type("text", text, str, 'one text, such as "Good evening."; for many use `nightjar.run`')
         reference = asked.pop("reference", None)
         unknown = sorted(asked.keys() - set(Generation.__struct_fields__))
         if unknown:
             known = ("reference", *Generation.__struct_fields__)
-            advice = f"{nearest(unknown[0], known)}The settings are: {', '.join(known)}."
-            raise InputError(ErrorCode.INPUT_BAD_GENERATION, f"There is no setting {unknown[0]!r}.", advice)
+            raise InputError(
+                ErrorCode.INPUT_BAD_GENERATION,
+                f"There is no setting {unknown[0]!r}.",
+                f"{nearest(unknown[0], known)}The settings are: {', '.join(known)}.",
+            )
         messages = [Message("user", "text", text)]
         if reference is not None:
             words = "the path of a recording, or the bytes of its file"
@@ -131,9 +141,10 @@ class Voice:
         try:
             wanted = msgspec.convert(plain_numbers(asked), Generation)
         except msgspec.ValidationError as error:
-            message = f"The settings cannot be used: {error}."
             raise InputError(
-                ErrorCode.INPUT_BAD_GENERATION, message, "Give numbers and texts as docs/submit.md says."
+                ErrorCode.INPUT_BAD_GENERATION,
+                f"The settings cannot be used: {error}.",
+                "Give numbers and texts as docs/submit.md says.",
             ) from None
         check_generation(wanted)
         messages, generation = self._in_voice(messages, msgspec.structs.replace(wanted, seed=None))
@@ -152,8 +163,10 @@ class Voice:
         stored = JobVoices(self.card, voice_folder(load_settings()))
         voice = stored.get(asked)
         if len(messages) > 1:
-            message = f"The voice {asked!r} has its own recording, and `reference` is another one."
-            raise unsupported(message, "Leave one of them out.")
+            raise unsupported(
+                f"The voice {asked!r} has its own recording, and `reference` is another one.",
+                "Leave one of them out.",
+            )
         return in_voice_of(messages, generation, voice.recording, voice.text)
 
 
@@ -172,5 +185,8 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        message = f"The recording {str(path)!r} cannot be read: {error.strerror}."
-        raise InputError(ErrorCode.INPUT_AUDIO_MISSING, message, "Check the path.") from None
+        raise InputError(
+            ErrorCode.INPUT_AUDIO_MISSING,
+            f"The recording {str(path)!r} cannot be read: {error.strerror}.",
+            "Check the path.",
+        ) from None

@@ -159,7 +159,7 @@ class _Check:
                 rows = self._unmeasured(shard) if taken else []
                 if rows:
                     put_checks(self._store, self._job, self._quality)
-                made = map_ahead(threads, self._verdict, rows, at_once)
+                made = map_ahead(partial(threads.submit, self._verdict), rows, at_once)
                 while some := list(islice(made, at_once)):
                     verdicts = [one for _, one in some if one]
                     self._ledger.commit_checks(self._job, verdicts)

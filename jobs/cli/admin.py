@@ -127,9 +127,7 @@ def leaves(group: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
     the keys of a schedule."""
     for name, value in group.items():
         if isinstance(value, dict) and value:
-            yield from leaves(
-                cast("dict[str, Any]", value), prefix if name == "options" else f"{prefix}{name}."
-            )
+            yield from leaves(value, prefix if name == "options" else f"{prefix}{name}.")
         elif name != "options":
             yield f"{prefix}{name}", value
 

@@ -59,9 +59,10 @@ def convert(source: Path, like: Path, out: Path, dtype: str) -> None:
 
         from pipelines.speechlm.weights import convert as write
     except ModuleNotFoundError as error:
-        message = f"Converting a checkpoint needs the library {error.name}."
         raise ModelError(
-            ErrorCode.MODEL_MISSING_EXTRA, message, "Install Nightjar with its extra `gpu` (docs/install.md)."
+            ErrorCode.MODEL_MISSING_EXTRA,
+            f"Converting a checkpoint needs the library {error.name}.",
+            "Install Nightjar with its extra `gpu` (docs/install.md).",
         ) from error
 
     count = write(source, like, out, None if dtype == "same" else getattr(torch, dtype))
@@ -197,9 +198,10 @@ def add(name: str, recording: Path, text: str, replace: bool, home: str | None, 
     try:
         voice = folder.add(name, read_audio_file(recording).data, text, replace=replace)
     except VoiceExistsError:
-        message = f"The voice {name!r} already exists."
         raise InputError(
-            ErrorCode.INPUT_BAD_GENERATION, message, "Give --replace, or another name."
+            ErrorCode.INPUT_BAD_GENERATION,
+            f"The voice {name!r} already exists.",
+            "Give --replace, or another name.",
         ) from None
     output.result(f"The voice {name} is stored in {folder.path}.", _view(voice))
 
@@ -216,8 +218,11 @@ def delete(name: str, home: str | None, output: Output) -> None:
     """
     folder = voice_folder(load_settings(home=home))
     if not folder.delete(name):
-        message = f"There is no stored voice {printable(name[:80])!r} in {folder.path}."
-        raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, message, "See `nightjar voices list`.")
+        raise NotFoundError(
+            ErrorCode.LEDGER_NOT_FOUND,
+            f"There is no stored voice {printable(name[:80])!r} in {folder.path}.",
+            "See `nightjar voices list`.",
+        )
     output.result(f"The voice {name} is deleted.", "nightjar.voice/1", voice=name, deleted=True)
 
 

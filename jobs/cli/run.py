@@ -221,8 +221,11 @@ def dry_run_of(settings: Settings, source: str, spec: Any, options: SubmitOption
     if not estimate.items:
         if not refused:
             raise empty_input()
-        message = f"No line of the input can become an item: {counted(refused, 'line')} refused."
-        raise InputError(ErrorCode.INPUT_NO_ITEMS, message, "Correct the input and try again.")
+        raise InputError(
+            ErrorCode.INPUT_NO_ITEMS,
+            f"No line of the input can become an item: {counted(refused, 'line')} refused.",
+            "Correct the input and try again.",
+        )
     return FAILED if estimate.rejected else 0
 
 
@@ -250,8 +253,10 @@ def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
     """
     settings = embedded_settings(load_settings(home=home))
     if settings.broker_url is not None:
-        message = f"broker_url ({settings.origin('broker_url')}) names another broker, which `nightjar submit` would use."
-        raise invalid(message, "Unset SPEECH_BROKER_URL for both commands.")
+        raise invalid(
+            f"broker_url ({settings.origin('broker_url')}) names another broker, which `nightjar submit` would use.",
+            "Unset SPEECH_BROKER_URL for both commands.",
+        )
     with defer_sigint():
         from jobs.cli.models import check_extra
         from jobs.local_run import POLL_SECONDS

@@ -442,8 +442,11 @@ class DeletedJob(NamedTuple):
 def check_deletable(job_id: str, state: JobState) -> None:
     """Raises `ServiceError` with `ledger.state` unless the job has ended."""
     if not state.final:
-        message = f"Job {job_id} is {state.value}, so it cannot be deleted."
-        raise ServiceError(ErrorCode.LEDGER_STATE, message, f"Run `nightjar cancel {job_id}` first.")
+        raise ServiceError(
+            ErrorCode.LEDGER_STATE,
+            f"Job {job_id} is {state.value}, so it cannot be deleted.",
+            f"Run `nightjar cancel {job_id}` first.",
+        )
 
 
 def begin_delete(sql: Transaction, job_id: str) -> None:

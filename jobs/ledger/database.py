@@ -78,8 +78,9 @@ class Database:
                     return work(self._transaction(connection), *args, **kwargs)
             except ConflictError:
                 time.sleep(random.uniform(0.01, 0.05) * attempt)
-        message = f"The ledger {self.url} is too busy."
-        raise ServiceError(ErrorCode.LEDGER_UNREACHABLE, message, "Try again in a moment.")
+        raise ServiceError(
+            ErrorCode.LEDGER_UNREACHABLE, f"The ledger {self.url} is too busy.", "Try again in a moment."
+        )
 
     def read(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs `work` in a read-only transaction; on SQLite it does not wait for writers."""
@@ -104,10 +105,9 @@ class Database:
         with _one_process(self):
             current = self._current_revision()
             if current is None and self.path is not None and self.read(_tables):
-                message = f"The file {self.path} is the database of another program."
                 raise ServiceError(
                     ErrorCode.LEDGER_SCHEMA,
-                    message,
+                    f"The file {self.path} is the database of another program.",
                     "Find out which program uses it. Then move it away, or name another file.",
                 )
             if self.path is not None:

@@ -95,9 +95,11 @@ def decide(
     pages = (wanted[at : at + PAGE_ROWS] for at in range(0, len(wanted), PAGE_ROWS))
     items = {row.id: row for page in pages for row in items_named(sql, job, page)}
     if unknown := [one for one in wanted if one not in items]:
-        message = f"Job {job_id} has no item {clean(', '.join(map(repr, unknown)))}."
-        advice = f"`nightjar items {job_id} --json` shows the id of each item."
-        raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, message, advice)
+        raise NotFoundError(
+            ErrorCode.LEDGER_NOT_FOUND,
+            f"Job {job_id} has no item {clean(', '.join(map(repr, unknown)))}.",
+            f"`nightjar items {job_id} --json` shows the id of each item.",
+        )
     sql.rows(_LOCK, job=job_id, shards={row.shard_no for row in items.values()})
     indexes = [row.index for row in items.values()]
     values = {

@@ -120,8 +120,9 @@ def lock_known_job(sql: Transaction, job_id: str, verb: str = "", *states: JobSt
     if job is None:
         raise no_such_job(job_id)
     if states and job.state not in states:
-        message = f"Job {job.id} is {job.state}, so it cannot be {verb}."
-        raise ServiceError(ErrorCode.LEDGER_STATE, message, "")
+        raise ServiceError(
+            ErrorCode.LEDGER_STATE, f"Job {job.id} is {job.state}, so it cannot be {verb}.", ""
+        )
     return job
 
 

@@ -446,5 +446,7 @@ def check_names(job: Job, where: Where, measured: Collection[str]) -> None:
     for name in where.names:
         if name not in FACTS and name not in known:
             there = [*sorted(known), *FACTS]
-            advice = f"{nearest(name, there)}Use one of: {', '.join(there)}. Checks measure others (docs/quality.md)."
-            raise invalid(f"No item of job {job.id} has the score {name[:80]!r}.", advice)
+            raise invalid(
+                f"No item of job {job.id} has the score {name[:80]!r}.",
+                f"{nearest(name, there)}Use one of: {', '.join(there)}. Checks measure others (docs/quality.md).",
+            )

@@ -36,8 +36,10 @@ def open_store(url: str | Path, s3: S3Settings | None = None) -> ObjectStore:
         parts = urlsplit(address)
         path = unquote(parts.path) if parts.netloc in ("", "localhost") else ""
     if not path:
-        message = f"No store can be opened at {redact(address)[:200]!r}."
-        raise invalid(message, "Use a folder, file:///DIR or s3://BUCKET/PREFIX.")
+        raise invalid(
+            f"No store can be opened at {redact(address)[:200]!r}.",
+            "Use a folder, file:///DIR or s3://BUCKET/PREFIX.",
+        )
     return FolderStore(Path(path))
 
 

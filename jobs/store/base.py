@@ -207,8 +207,11 @@ def split_key(key: str) -> list[str]:
         why = f"is longer than {MAX_KEY_BYTES} bytes, or has a part longer than {MAX_SEGMENT_BYTES}"
     else:
         return segments
-    advice = "Keys are relative paths such as jobs/ID/audio/00000/NAME.wav."
-    raise StoreError(ErrorCode.STORE_BAD_KEY, f"The key {key[:80]!a} {why}.", advice)
+    raise StoreError(
+        ErrorCode.STORE_BAD_KEY,
+        f"The key {key[:80]!a} {why}.",
+        "Keys are relative paths such as jobs/ID/audio/00000/NAME.wav.",
+    )
 
 
 def split_prefix(prefix: str) -> tuple[list[str], str]:

@@ -182,9 +182,11 @@ class FolderStore(ObjectStore):
             try:
                 top = Handle(os.open(self._root, FOLDER_FLAGS), os.path.join(self._root, "."))
             except (FileNotFoundError, NotADirectoryError) as error:
-                message = f"The store {self._root} is not available: there is no such folder."
-                advice = "Mount it, or move it back; the work then continues."
-                raise StoreError(ErrorCode.STORE_UNREACHABLE, message, advice) from error
+                raise StoreError(
+                    ErrorCode.STORE_UNREACHABLE,
+                    f"The store {self._root} is not available: there is no such folder.",
+                    "Mount it, or move it back; the work then continues.",
+                ) from error
             found: bytes | None = None
             try:
                 with os.fdopen(open_file(top.fd, IDENTITY_KEY), "rb") as file:
@@ -275,8 +277,7 @@ class FolderStore(ObjectStore):
                 # The folder was removed meanwhile; the next try creates it again.
                 code, advice = _UNREACHABLE
             reason = os.strerror(error.errno) if error.errno else type(error).__name__
-            message = f"{reason}: {key[:200]!a} in the store {self._root}."
-            raise StoreError(code, message, advice) from error
+            raise StoreError(code, f"{reason}: {key[:200]!a} in the store {self._root}.", advice) from error
 
 
 def _exists(folder: int, name: str) -> bool:

@@ -194,8 +194,11 @@ class S3Store(ObjectStore):
         if refused := answer.get("Errors"):
             reason = refused[0].get("Code", "")
             code = _code_of({reason})
-            message = f"S3 answered {reason or 'with an error'} and did not delete {len(refused)} objects of {self.url}."
-            raise StoreError(code, message, _ADVICE[code])
+            raise StoreError(
+                code,
+                f"S3 answered {reason or 'with an error'} and did not delete {len(refused)} objects of {self.url}.",
+                _ADVICE[code],
+            )
 
     def sync(self) -> None:
         """Checks that the bucket is still the confirmed one. Objects need no sync, because S3 answers a put
