@@ -98,7 +98,7 @@ def items_of_export(folder: Path) -> Iterator[CodedItem]:
 
 
 def decode(
-    items: Iterable[CodedItem], decoder: StageDecoder[Any], model: str, to: Path, spec: JobSpec, source: str
+    items: Iterable[CodedItem], decoder: StageDecoder, model: str, to: Path, spec: JobSpec, source: str
 ) -> tuple[int, int]:
     """Decodes items with the decoder of a model, to a folder, in the format and at the rate of a job's spec. Returns
     the number of items, and of those that existed. `source`: identifies the job or the export.
