@@ -24,7 +24,7 @@ from pipelines.errors import ErrorCode, InputError, SynthesisError, invalid
 from pipelines.ipc import share
 
 if TYPE_CHECKING:
-    from pipelines.request import Speech
+    from pipelines.request import FloatArray, Speech
 
 #: float32 [samples], mono unless it is said otherwise.
 Samples = NDArray[np.float32]
@@ -274,7 +274,7 @@ def normalize_loudness(samples: Samples, sample_rate: int) -> tuple[Samples, flo
 
 
 @lru_cache(maxsize=16)
-def _k_weighting(sample_rate: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _k_weighting(sample_rate: int) -> tuple[FloatArray, FloatArray]:
     """Numerator and denominator of the K-weighting as one filter, each [5]: a single pass takes a third of
     the time of two.
 
@@ -283,7 +283,7 @@ def _k_weighting(sample_rate: int) -> tuple[NDArray[np.float64], NDArray[np.floa
     (cosine, width), gain = _angle(_SHELF_HZ, _SHELF_Q, sample_rate), 10 ** (_SHELF_DB / 40)
     more, edge = gain + 1, 2 * math.sqrt(gain) * width
 
-    def polynomial(less: float) -> NDArray[np.float64]:
+    def polynomial(less: float) -> FloatArray:
         middle = more + less * cosine
         return np.array([middle + edge, -2 * (less + more * cosine), middle - edge])
 
@@ -302,9 +302,7 @@ def _angle(hz: float, quality: float, sample_rate: int) -> tuple[float, float]:
     return math.cos(angle), math.sin(angle) / (2 * quality)
 
 
-def _filtered(
-    numerator: NDArray[np.float64], denominator: NDArray[np.float64], samples: Samples
-) -> NDArray[np.floating[Any]]:
+def _filtered(numerator: FloatArray, denominator: FloatArray, samples: Samples) -> NDArray[np.floating[Any]]:
     """Applies a recursive filter, which is initially at rest and whose denominator begins with 1, to
     `samples` [samples].
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipelines.duration import Pace
 from pipelines.errors import ErrorCode, ModelError, invalid, nearest
-from pipelines.nn.config_keys import bad_checkpoint, read_table
+from pipelines.nn.config_keys import bad_checkpoint, read_table, revision
+from pipelines.recording import read_recording
 from pipelines.request import Capabilities, CodecIdentity, Frontend, Pipeline
 
 if TYPE_CHECKING:
@@ -56,6 +57,20 @@ class ModelCard:
     check_reference: Callable[[bytes], object] | None = field(default=None, compare=False)
     #: Reads the identity of its codec, whose weights it hashes; None: it gives no codes.
     codec: Callable[[], CodecIdentity] | None = field(default=None, compare=False)
+
+
+def checkpoint_card(folder: Path, family: str, suffixes: Sequence[str], **facts: Any) -> ModelCard:
+    """The card of a checkpoint folder that the native engine runs. `suffixes`: those of its files; `facts`: the
+    other fields."""
+    return ModelCard(
+        str(folder),
+        family,
+        "native",
+        revision=revision(folder, suffixes),
+        seconds_per_character=0.067,  # English read speech, for estimates
+        check_reference=read_recording,
+        **facts,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,8 @@ from pipelines.nn.config_keys import (
     StackShape,
     Whole,
     codec_identity,
-    revision,
 )
-from pipelines.recording import read_recording
-from pipelines.registry import ModelCard
+from pipelines.registry import ModelCard, checkpoint_card
 from pipelines.request import Capabilities
 
 MODEL_TYPE = "fish_qwen3_omni"
@@ -218,23 +216,19 @@ CAPABILITIES = Capabilities(
     codes=True,
     max_text_characters=20_000,
 )
-_SUFFIXES = (".json", ".safetensors", ".pth")
 
 
 def describe(folder: Path) -> ModelCard:
     """The card of a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`)."""
     config = FishConfig.from_folder(folder)
-    return ModelCard(
-        name=str(folder),
-        family="fish_speech",
-        engine="native",
+    return checkpoint_card(
+        folder,
+        "fish_speech",
+        (".json", ".safetensors", ".pth"),
         sample_rate=config.sample_rate,
         capabilities=CAPABILITIES,
-        revision=revision(folder, _SUFFIXES),
         executors=("eager", "graph"),
         engines=("native", "vllm"),
-        seconds_per_character=0.067,  # English read speech, for estimates
-        check_reference=read_recording,
         codec=lambda: codec_identity(
             "fish-s2",
             [folder / CODEC_WEIGHTS],

@@ -18,10 +18,8 @@ from pipelines.nn.config_keys import (
     StackShape,
     Whole,
     codec_identity,
-    revision,
 )
-from pipelines.recording import read_recording
-from pipelines.registry import ModelCard
+from pipelines.registry import ModelCard, checkpoint_card
 from pipelines.request import Capabilities
 
 CheckpointType = Literal["base", "custom_voice", "voice_design"]
@@ -279,16 +277,13 @@ def describe(folder: Path) -> ModelCard:
     """The card of a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`)."""
     config, codec = Qwen3TTSConfig.from_folder(folder), CodecConfig.load(folder / "speech_tokenizer")
     decoder = codec.decoder
-    return ModelCard(
-        name=str(folder),
-        family="qwen3_tts",
-        engine="native",
+    return checkpoint_card(
+        folder,
+        "qwen3_tts",
+        (".json", ".safetensors"),
         sample_rate=codec.output_sample_rate,
         capabilities=capabilities(config),
-        revision=revision(folder, (".json", ".safetensors")),
-        seconds_per_character=0.067,  # English read speech, for estimates
         executors=("eager", "graph", "megakernel"),
-        check_reference=read_recording,
         codec=lambda: codec_identity(
             "qwen3-tts-12hz",
             (folder / "speech_tokenizer").glob("*.safetensors"),

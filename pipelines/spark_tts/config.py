@@ -17,10 +17,8 @@ from pipelines.nn.config_keys import (
     StackConfig,
     Whole,
     codec_identity,
-    revision,
 )
-from pipelines.recording import read_recording
-from pipelines.registry import ModelCard
+from pipelines.registry import ModelCard, checkpoint_card
 from pipelines.request import Capabilities
 
 LLM, BICODEC, WAV2VEC2 = "LLM", "BiCodec", "wav2vec2-large-xlsr-53"
@@ -186,23 +184,19 @@ CAPABILITIES = Capabilities(
     streaming=True,
     codes=True,
 )
-_SUFFIXES = (".json", ".yaml", ".safetensors", ".bin")
 
 
 def describe(folder: Path) -> ModelCard:
     """The card of a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`)."""
     config = SparkConfig.from_folder(folder)
-    return ModelCard(
-        name=str(folder),
-        family="spark_tts",
-        engine="native",
+    return checkpoint_card(
+        folder,
+        "spark_tts",
+        (".json", ".yaml", ".safetensors", ".bin"),
         sample_rate=config.sample_rate,
         capabilities=CAPABILITIES,
-        revision=revision(folder, _SUFFIXES),
         executors=("eager", "graph"),
         engines=("native", "vllm"),
-        seconds_per_character=0.067,  # English read speech, for estimates
-        check_reference=read_recording,
         codec=lambda: codec_identity(
             "bicodec",
             (folder / BICODEC).glob("*.safetensors"),
