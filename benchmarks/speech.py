@@ -458,7 +458,7 @@ class Load(NamedTuple):
     cfg: float = 1.0
 
 
-class _Talk(Receiver[Any]):
+class _Talk(Receiver):
     """The receiver of one request: text first, then audio, both of fixed lengths."""
 
     def __init__(
