@@ -123,7 +123,7 @@ def test_a_stale_worker_brings_nothing_back(ledger: Ledger) -> None:
             ledger.stage(job.id, shards_of((1,), 4), [RejectedLine(9, ErrorCode.INPUT_BAD_LINE, "late")], 5)
         with pytest.raises((ServiceError, NotFoundError)):
             ledger.retry(job.id, None)
-        ledger.note_manifest(job)
+        ledger.note_manifest(job, ledger.begin_manifest(job.id))
         assert ledger.reconcile().without_manifest == ()
         ledger.delete_rows(job.id)
     assert set(tables_of(ledger, job).values()) == {0}

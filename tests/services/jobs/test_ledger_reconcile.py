@@ -231,15 +231,15 @@ class TestManifests:
         for _ in range(2):
             report = ledger.reconcile()
             assert (report.without_manifest, report.changed) == ((job.id,), False)
-        ledger.note_manifest(ledger.job(job.id))
+        ledger.note_manifest(ledger.job(job.id), ledger.begin_manifest(job.id))
         assert ledger.reconcile().without_manifest == ()
 
     def test_what_is_noted_of_an_earlier_end_says_nothing_of_the_next(self, ledger: Ledger) -> None:
         job = self.ended(ledger)
-        ledger.note_manifest(job)
+        ledger.note_manifest(job, ledger.begin_manifest(job.id))
         pass_time(ledger, "jobs", 61, "finished_at")
         assert ledger.reconcile().without_manifest == (job.id,)
-        ledger.note_manifest(job)
+        ledger.note_manifest(job, ledger.begin_manifest(job.id))
         assert ledger.reconcile().without_manifest == (job.id,)
 
     def test_jobs_that_run_are_not_named(self, ledger: Ledger) -> None:
