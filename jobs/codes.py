@@ -9,9 +9,8 @@ Its metadata has one key, `codec`: the JSON of `CodecIdentity`. Equal codes give
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 EXTENSION = "safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredCodes:
+class StoredCodes(NamedTuple):
     """The codes of an item, see `Speech`, with their codec."""
 
     codes: NDArray[np.int16]

@@ -7,10 +7,9 @@ import io
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from tempfile import SpooledTemporaryFile
-from typing import Any, BinaryIO, Generic, TypeVar, cast
+from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -36,8 +35,7 @@ _ENCODERS = re.compile(rb"libopus [0-9A-Za-z.-]+|LAME[0-9.]+")
 Data = TypeVar("Data", bytes, BinaryIO)
 
 
-@dataclass(frozen=True)
-class EncodedAudio(Generic[Data]):
+class EncodedAudio(NamedTuple, Generic[Data]):
     """An audio file, with its properties after decoding."""
 
     data: Data

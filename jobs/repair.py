@@ -11,10 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -49,16 +48,9 @@ CLOSE_DB = {False: 40.0, True: 10.0}
 _TIMEOUT_SECONDS = 600.0
 
 
-class Match(StrEnum):
-    """The result of comparing an item's new audio with the stored audio."""
-
-    #: The same file, byte for byte.
-    SAME = "same"
-    #: Equal length, and within `CLOSE_DB`.
-    CLOSE = "close"
-    DIFFERENT = "different"
-    #: It could not be synthesized again.
-    FAILED = "failed"
+#: The result of comparing an item's new audio with the stored audio: the same file, byte for byte; equal length, and
+#: within `CLOSE_DB`; different; or it could not be synthesized again.
+Match = Literal["same", "close", "different", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +89,7 @@ def reproduce(
             data, _ = again.encoded(again.start(row, artifact), artifact)
             match, ratio = _compared(artifact, store, data)
         except NightjarError as error:
-            match, reason = Match.FAILED, str(error)
+            match, reason = "failed", str(error)
         yield ReproducedItem(row.index, row.example_id, match, ratio, reason)
 
 
@@ -184,20 +176,20 @@ class _Resynthesis:
                 raise started
             data, facts = self.encoded(started, artifact)
         except NightjarError as error:
-            return repaired(RepairOutcome.FAILED, str(error))
+            return repaired("failed", str(error))
         try:
             self.store.delete(artifact.key)
         except StoreError as error:
             if error.code is not ErrorCode.STORE_BAD_KEY:
                 raise
             # There is a folder in its place; a symbolic link would have been deleted.
-            return repaired(RepairOutcome.FAILED, str(error))
+            return repaired("failed", str(error))
         self.store.put(artifact.key, data, metadata=object_metadata(self.job.spec_sha, artifact.seed))
         self.store.sync()
         sha256 = sha256_of(data)
         if sha256 == artifact.sha256:
             if artifact.pack is None:
-                return repaired(RepairOutcome.SAME)
+                return repaired("same")
             facts = {}
         made = msgspec.structs.replace(
             artifact, sha256=sha256, bytes=len(data), pack=None, pack_offset=None, **facts
@@ -208,7 +200,7 @@ class _Resynthesis:
                 f"Another process replaced {artifact.key} meanwhile.",
                 "Verify the job again.",
             )
-        outcome = RepairOutcome.SAME if sha256 == artifact.sha256 else RepairOutcome.OTHER
+        outcome = "same" if sha256 == artifact.sha256 else "other"
         return repaired(outcome, entry_changed=True)
 
     def encoded(self, started: Started, artifact: Artifact) -> tuple[bytes, dict[str, object]]:
@@ -236,16 +228,16 @@ class _Resynthesis:
 def _compared(artifact: Artifact, store: ObjectStore, data: bytes) -> tuple[Match, float | None]:
     """The result of comparing new data with an artifact, and its `ReproducedItem.snr_db`."""
     if sha256_of(data) == artifact.sha256:
-        return Match.SAME, math.inf
+        return "same", math.inf
     if artifact.key.endswith(EXTENSION):
-        return Match.DIFFERENT, None
+        return "different", None
     before, rate = decode(read_artifact(store, artifact))
     after, rate_after = decode(data)
     if (rate, len(before)) != (rate_after, len(after)):
-        return Match.DIFFERENT, None
+        return "different", None
     ratio = snr_db(before, after)
     lossy = artifact.key.rpartition(".")[2] in LOSSY
-    return Match.CLOSE if ratio >= CLOSE_DB[lossy] else Match.DIFFERENT, ratio
+    return "close" if ratio >= CLOSE_DB[lossy] else "different", ratio
 
 
 def snr_db(signal: NDArray[np.float32], other: NDArray[np.float32]) -> float:
@@ -257,15 +249,9 @@ def snr_db(signal: NDArray[np.float32], other: NDArray[np.float32]) -> float:
     return 10 * math.log10(power / noise) if power else -math.inf
 
 
-class RepairOutcome(StrEnum):
-    """The outcome of the repair of an object."""
-
-    #: The same bytes as before.
-    SAME = "same"
-    #: Other bytes from the same seed; the ledger has their hash now.
-    OTHER = "other"
-    #: It could not be repaired.
-    FAILED = "failed"
+#: The outcome of the repair of an object: the same bytes as before; other bytes from the same seed, whose hash the ledger
+#: has now; or it could not be repaired.
+RepairOutcome = Literal["same", "other", "failed"]
 
 
 class Repaired(NamedTuple):
@@ -303,9 +289,7 @@ def repair_objects(
             started = [again.start_of(expected) for expected in some]
             for expected, item in zip(some, started):
                 if item is None:
-                    repaired = Repaired(
-                        expected.key, expected.example_id or "", RepairOutcome.FAILED, _NO_ITEM
-                    )
+                    repaired = Repaired(expected.key, expected.example_id or "", "failed", _NO_ITEM)
                 else:
                     row, artifact, _ = item
                     repaired = again.replace(*item)
@@ -314,7 +298,7 @@ def repair_objects(
                         if renewed not in (None, row.shard_no):
                             again.renew_manifest(renewed)
                         renewed = row.shard_no
-                counts[repaired.outcome.value] += 1
+                counts[repaired.outcome] += 1
                 entries_changed |= repaired.entry_changed
                 # A manifest contains the texts of the inputs, which cannot be repaired here.
                 inputs_lost |= shard_of_input(repaired.key, job.id) is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import lru_cache, partial
+from typing import Literal
 
 from jobs.layout import PACK_SHA_CHARACTERS, sha256_of_pack
 from jobs.ledger import Ledger
@@ -23,12 +23,8 @@ _AHEAD = 64
 _FOLDERS = 16
 
 
-class Fault(StrEnum):
-    """A fault of an object."""
-
-    MISSING = "missing"
-    #: Its hash differs.
-    CHANGED = "changed"
+#: A fault of an object: it is missing, or its hash differs.
+Fault = Literal["missing", "changed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +101,12 @@ def listed_faults(store: ObjectStore, objects: Iterable[Expected]) -> Iterator[t
         key = expected.pack or expected.key
         size = sizes(f"{key.rpartition('/')[0]}/").get(key)
         if size is None:
-            yield expected, Fault.MISSING
+            yield expected, "missing"
         elif expected.pack is not None:
             if size < expected.end:
-                yield expected, Fault.CHANGED
+                yield expected, "changed"
         elif size != expected.bytes and (expected.bytes is not None or size == 0):
-            yield expected, Fault.CHANGED
+            yield expected, "changed"
 
 
 @dataclass
@@ -155,14 +151,14 @@ class ObjectCheck:
                 found = sha256(expected)
             except StoreError as error:
                 if error.code is ErrorCode.STORE_MISSING:
-                    return Fault.MISSING
+                    return "missing"
                 if error.code in (ErrorCode.STORE_BAD_KEY, ErrorCode.STORE_CONFLICT):
                     # A folder or symbolic link is in its place, or its pack is too short.
-                    return Fault.CHANGED
+                    return "changed"
                 raise
             if found is None:
-                return Fault.MISSING
-            return None if found == expected.sha256 else Fault.CHANGED
+                return "missing"
+            return None if found == expected.sha256 else "changed"
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as threads:
             for expected, fault in map_ahead(partial(threads.submit, check), objects, _AHEAD):

@@ -423,7 +423,7 @@ def verify(found: FoundJob, output: Output, sample: int, deep: bool, repair: boo
     for expected, fault in check:
         lost.append(expected)
         output.result(
-            f"{fault.value}\t{expected.key}\t{printable(expected.example_id or '')}",
+            f"{fault}\t{expected.key}\t{printable(expected.example_id or '')}",
             "nightjar.fault/1",
             job=job.id,
             key=expected.key,
@@ -479,7 +479,7 @@ def _print_redrawn(output: Output, job: Job, item: ReproducedItem) -> None:
     snr = item.snr_db if item.snr_db is not None and math.isfinite(item.snr_db) else None
     detail = printable(item.reason) if snr is None else f"{snr:.1f} dB"
     output.result(
-        f"{item.match.value}\titem {item.index}\t{printable(item.example_id)}\t{detail}".rstrip(),
+        f"{item.match}\titem {item.index}\t{printable(item.example_id)}\t{detail}".rstrip(),
         "nightjar.redrawn/1",
         job=job.id,
         index=item.index,

@@ -29,7 +29,7 @@ from jobs.ledger.records import WORDS, ItemRow, ItemState
 from jobs.provenance import exporter_record, read_records
 from jobs.recent_jobs import out_option
 from jobs.store import ObjectStore, is_remote
-from jobs.verify import Fault, expected_objects, listed_faults
+from jobs.verify import expected_objects, listed_faults
 from jobs.where import Where
 from pipelines.errors import ErrorCode, NightjarError, StoreError, invalid
 
@@ -201,9 +201,9 @@ def _refuse_lost(one: StoredJob, where: Where | None, format: ExportFormat) -> N
     lost = [*listed_faults(store, objects)]
     if not lost:
         return
-    shown = [f"{fault.value} {expected.key}" for expected, fault in lost[:SHOWN_LOST]]
+    shown = [f"{fault} {expected.key}" for expected, fault in lost[:SHOWN_LOST]]
     more = f" and {len(lost) - len(shown)} more" if len(lost) > len(shown) else ""
-    missing = any(fault is Fault.MISSING for _, fault in lost)
+    missing = any(fault == "missing" for _, fault in lost)
     raise StoreError(
         ErrorCode.STORE_MISSING if missing else ErrorCode.STORE_CONFLICT,
         f"{len(lost)} of the job's objects cannot be exported: {', '.join(shown)}{more}.",

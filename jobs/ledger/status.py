@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from msgspec import UNSET
 
@@ -138,8 +139,7 @@ FROM spans GROUP BY worker_id
 """
 
 
-@dataclass(frozen=True, slots=True)
-class ItemCounts:
+class ItemCounts(NamedTuple):
     total: int = 0
     done: int = 0
     failed: int = 0
@@ -165,8 +165,7 @@ class Outage:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class ShardSpread:
+class ShardSpread(NamedTuple):
     """Variation of the engine time of done shards, for the error of an ETA."""
 
     #: Number of done shards with audio.
@@ -176,8 +175,7 @@ class ShardSpread:
     item_ms_squared: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredItems:
+class MeasuredItems(NamedTuple):
     """The items that meters have measured."""
 
     items: int = 0
@@ -205,8 +203,7 @@ class MeasuredItems:
         return self.max_failure_rate is not None and self.failure_rate > self.max_failure_rate
 
 
-@dataclass(frozen=True, slots=True)
-class JobStatus:
+class JobStatus(NamedTuple):
     """A job with the sums of its shard counters."""
 
     job: Job
@@ -231,7 +228,7 @@ class JobStatus:
     #: Energy of the GPUs in millijoules; 0: unknown.
     energy_mj: int = 0
     #: `accepted` and `refused` -> number of items, if people decided about any; not counted in lists of jobs.
-    decisions: Mapping[str, int] = field(default_factory=dict)
+    decisions: Mapping[str, int] = {}
 
 
 def jobs_by(sql: Transaction, statement: str, **values: object) -> Iterator[Job]:
@@ -281,7 +278,7 @@ def status_and_errors(sql: Transaction, prefix: str) -> tuple[JobStatus, dict[Er
     """Status and error counts of the job with this id or unique prefix of an id. Raises `NotFoundError`."""
     job_id = find_job(sql, prefix).id
     status = status_of(sql, job_id)
-    return replace(status, measured=measured_items(sql, status.job)), error_counts(sql, job_id)
+    return status._replace(measured=measured_items(sql, status.job)), error_counts(sql, job_id)
 
 
 def status_of(sql: Transaction, job_id: str) -> JobStatus:
@@ -289,16 +286,15 @@ def status_of(sql: Transaction, job_id: str) -> JobStatus:
     job = read_job(sql, job_id)
     (status,) = statuses_of(sql, [job])
     counts = f"SELECT CASE WHEN accepted THEN 'accepted' ELSE 'refused' END, count(*) {DECISIONS} GROUP BY accepted ORDER BY 1"
-    status = replace(status, decisions=dict(sql.rows(counts, job=job_id, kinds=job.spec.audio_kinds)))
+    status = status._replace(decisions=dict(sql.rows(counts, job=job_id, kinds=job.spec.audio_kinds)))
     if job.state.final:
-        return replace(status, measured=measured_items(sql, job))
+        return status._replace(measured=measured_items(sql, job))
     killed = was_killed(sql.place)
     live = sql.rows(_LIVE_WORKERS, model=job.spec.model, job=job.id)
     states = [row.state for row in live if not (killed and row.id.startswith(HOME_WORKER_PREFIX))]
     quarantined = states.count(QUARANTINED)
     outage = sql.row(_OUTAGE, job=job.id)
-    return replace(
-        status,
+    return status._replace(
         outage=record(Outage, outage) if outage is not None and outage.code in OUTAGES else None,
         workers=len(states) - quarantined,
         quarantined_workers=quarantined,

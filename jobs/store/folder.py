@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, ClassVar, cast
+from typing import BinaryIO, cast
 
 from jobs.store.base import (
     IDENTITY_KEY,
@@ -64,7 +64,7 @@ class FolderStore(ObjectStore):
     synced.
     """
 
-    remote: ClassVar[bool] = False
+    remote = False
 
     def __init__(self, root: Path) -> None:
         self.root = self._root = Path(os.path.abspath(root))

@@ -7,7 +7,7 @@ import io
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, BinaryIO, ClassVar, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
 from jobs.settings import S3Settings
@@ -114,7 +114,7 @@ Result = TypeVar("Result")
 class S3Store(ObjectStore):
     """Objects under `s3://bucket/prefix`. Creating it sends no request; thread-safe."""
 
-    remote: ClassVar[bool] = True
+    remote = True
 
     def __init__(self, bucket: str, prefix: str, settings: S3Settings | None = None) -> None:
         self.bucket = bucket

@@ -15,7 +15,7 @@ from jobs.checks import BASIC
 from jobs.export import export
 from jobs.export.formats import BUILT_IN
 from jobs.ledger.records import QUARANTINE, WORDS, Decision, ItemState, Job
-from jobs.repair import RepairOutcome, repair_objects
+from jobs.repair import repair_objects
 from jobs.settings import load_settings
 from jobs.verify import ObjectCheck
 from jobs.where import parse_where
@@ -170,7 +170,7 @@ def test_accepted_audio_is_verified_repaired_and_never_swept(desk: Desk) -> None
         export(rig.ledger, rig.store, job.id, "manifest", str(rig.folder / "x"))
     lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, job)]
     assert [one.key for one in lost] == [row.artifact.key]
-    assert repair_objects(rig.ledger, rig.store, job, rig.pipeline, lost) == {RepairOutcome.SAME.value: 1}
+    assert repair_objects(rig.ledger, rig.store, job, rig.pipeline, lost) == {"same": 1}
     assert rig.store.get(row.artifact.key) == data
     # The same input again is the same job, with its decisions.
     assert desk.job(TEXTS, quality=BASIC).id == job.id

@@ -82,7 +82,7 @@ def test_the_error_is_unknown_while_nothing_tells(rig: Rig) -> None:
     assert eta_error_seconds(few) is None
     untimed = status_of(job, [0.0] * 9, 4, 1.0)
     assert eta_error_seconds(untimed) is None
-    paused = replace(few, job=replace(few.job, state=JobState.PAUSED))
+    paused = few._replace(job=replace(few.job, state=JobState.PAUSED))
     assert (eta_seconds(paused), eta_error_seconds(paused)) == (None, None)
     assert eta_error_seconds(status_of(job, [5.0] * 9, 4, 1.0)) == 0
 
@@ -107,14 +107,14 @@ def test_a_price_gives_what_was_spent_and_what_will_be(rig: Rig) -> None:
 
 
 def test_energy_is_told_for_a_second_of_audio_where_it_is_known(rig: Rig) -> None:
-    unknown = replace(status_of(rig.submit(["a"]), [1000.0] * 4, 0, 4.0), audio_ms=8000)
+    unknown = status_of(rig.submit(["a"]), [1000.0] * 4, 0, 4.0)._replace(audio_ms=8000)
     assert "joules_per_audio_s" not in status_view(unknown)
     assert "engine  4.0 s busy" in list(status_lines(unknown))
-    status = replace(unknown, energy_mj=1_560)
+    status = unknown._replace(energy_mj=1_560)
     assert status_view(status)["joules_per_audio_s"] == 0.195
     assert "engine  4.0 s busy, 0.195 J per audio-second" in list(status_lines(status))
     assert RecentRate().facts(status) == ", 0.195 J per audio-second"
-    assert energy_view(replace(status, audio_ms=0)) == {}
+    assert energy_view(status._replace(audio_ms=0)) == {}
 
 
 def test_the_driver_and_the_ledger_agree_about_the_spread(rig: Rig) -> None:
