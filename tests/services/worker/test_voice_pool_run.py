@@ -75,16 +75,14 @@ def test_a_pool_gives_each_role_a_voice_that_every_export_names(
     }
     assert shown["minutes_by_voice"] == pytest.approx(minutes, abs=1e-6)
     assert set(shown["minutes_by_voice"]) == {row["voice"] for row in rows}
-    # A pool of many voices is counted, and without the lines the rest of the job is still shown.
+    # A command names no voices of a large pool, and without the lines the rest of the job is still shown.
     monkeypatch.setattr("jobs.cli.jobs.SHOWN_ENTRIES", 1)
-    monkeypatch.setattr("jobs.console.SHOWN_ENTRIES", 1)
     kept = tmp_path / "out" / "jobs" / job_id / "input"
     kept.rename(tmp_path / "kept")
     assert main(["show", job_id, "--out", "out"]) == 0
     shown_text, notes = capsys.readouterr()
     (tmp_path / "kept").rename(kept)
-    for words in ("spec.stored_voices", "2 entries, see --json", "--voices VOICES"):
-        assert words in shown_text
+    assert "--voices VOICES" in shown_text
     assert "The minutes of each voice cannot be read: No such file" in notes
     nightjar.find_job(job_id, out="out").report()
     assert main(["report", job_id, "--out", "out", "--to", "r.html", "-q"]) == 0
