@@ -38,11 +38,12 @@ from jobs.export.formats import ExportFormat
 from jobs.export.items import ORIGIN, AudioItem, Located, Part, facts, picked
 from jobs.ledger.records import ItemRow, Job, RejectedLine
 from pipelines.request import Word
+from pipelines.words import are_spaced
 
 #: Limits of a subtitle: seconds, characters of its two lines, and seconds of the pause at which it ends.
 _CUE_SECONDS, _CUE_CHARACTERS, _CUE_PAUSE_SECONDS = 7.0, 80, 0.8
 _LINE_CHARACTERS = 42
-_SENTENCE_ENDS = (".", "!", "?", "…")
+_SENTENCE_ENDS = tuple(".!?…。！？")
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_messages = msgspec.json.Decoder(list[list[Any]]).decode
 
@@ -172,7 +173,13 @@ def cues(words: tuple[Word, ...]) -> Iterator[Word]:
         ):
             yield cue
             cue = None
-        cue = word if cue is None else Word(f"{cue.text} {word.text}", cue.start_s, word.end_s)
+        cue = (
+            word
+            if cue is None
+            else Word(
+                f"{cue.text}{' ' * are_spaced(cue.text, word.text)}{word.text}", cue.start_s, word.end_s
+            )
+        )
     if cue is not None:
         yield cue
 
@@ -194,7 +201,9 @@ def vtt(item: AudioItem) -> str:
 
 
 def _lines(text: str) -> str:
-    return textwrap.fill(text, _LINE_CHARACTERS, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text, _LINE_CHARACTERS, break_long_words=not are_spaced(text, ""), break_on_hyphens=False
+    )
 
 
 def _clock(seconds: float, point: str) -> str:

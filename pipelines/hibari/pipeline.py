@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from pipelines.audio import NO_SAMPLES, PEAK_LIMIT, normalize_loudness, peak
-from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
+from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError, engine_closed
 from pipelines.hibari import CAPABILITIES, SAMPLE_RATE
 from pipelines.hibari.text import EnglishReader, check_pronounceable
 from pipelines.hibari.times import TimedVoice
@@ -36,6 +36,7 @@ from pipelines.request import (
     check_start,
 )
 from pipelines.validation import speech_task
+from pipelines.words import words_of
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class Utterance:
         if len(samples):
             part = AudioChunk(samples, SAMPLE_RATE)
             if self.owners is not None:
-                words, phonemes = voice.words(piece, samples, frames, begin, self.owners, self.text.split())
+                words, phonemes = voice.words(piece, samples, frames, begin, self.owners, words_of(self.text))
                 part = replace(part, words=words, phonemes=phonemes)
             self._parts.append(part)
             self._audible = self._audible or peak(samples) >= _SILENT_PEAK
@@ -227,7 +228,7 @@ class HibariPipeline:
                     )
                 )
             if self._closed:
-                raise _aborted()
+                raise engine_closed()
             utterance.arrival = next(self._arrivals)
             self._queue.append(utterance)
             self._changed.notify_all()
@@ -252,7 +253,7 @@ class HibariPipeline:
             ended, self._queue = self._queue, []
             self._changed.notify_all()
         for utterance in ended:
-            utterance.send(Failed(_aborted()))
+            utterance.send(Failed(engine_closed()))
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -286,7 +287,7 @@ class HibariPipeline:
                 if has_more and not ended:
                     self._queue.append(utterance)
             if ended:
-                utterance.send(Failed(_aborted()))
+                utterance.send(Failed(engine_closed()))
 
     def _advance(self, utterance: Utterance) -> bool:
         """Makes the speech of the next piece; False if the utterance has ended, with or without success."""
@@ -294,7 +295,7 @@ class HibariPipeline:
             if utterance.advance(self._reader.voice):
                 return True
             if self._is_over(utterance):
-                raise _aborted()
+                raise engine_closed()
             speech = utterance.finish()
         except Exception as error:  # noqa: BLE001  # any error of the runtime ends this request, not the thread
             utterance.send(Failed(_failure(error)))
@@ -304,11 +305,6 @@ class HibariPipeline:
             self._samples_made += utterance.samples
         utterance.send(Done(speech))
         return False
-
-
-def _aborted() -> SynthesisError:
-    """The error of a request that was ended."""
-    return SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.", "Submit it again.")
 
 
 def _failure(error: Exception) -> NightjarError:

@@ -23,6 +23,7 @@ from hibari.tts import MAX_PHONEMES
 from pipelines.errors import ErrorCode, InputError
 from pipelines.hibari.times import TimedVoice, read_as
 from pipelines.pronunciation import WholeWords
+from pipelines.words import words_of
 
 # "ɐ" is the vowel of the article "a", which the lexicon has in neither set.
 PHONES = VOWELS | CONSONANTS | {"ɐ"}
@@ -144,12 +145,12 @@ class EnglishReader:
         with a letter or sign that the voice cannot read, `input.too_long` for a text that is too long once
         its signs are written out.
 
-        `owners`: gets, for each id of the pieces other than the space, the index of its word in `text.split()`.
+        `owners`: gets, for each id of the pieces other than the space, the index of its word in `words_of(text)`.
         `pronunciations`: the phonemes of words, which replace those of the voice.
         """
         held: list[str] = []
         pronounced = False
-        written = (number for number, word in enumerate(text.split()) for _ in readable(word).split())
+        written = (number for number, word in enumerate(words_of(text)) for _ in readable(word).split())
         for sentence in self.voice.split_sentences(readable(text)):
             if is_stopped():
                 return

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from heapq import nsmallest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from hibari import Hibari, dsp
@@ -28,8 +29,10 @@ _HEARD_POWER = 1e-4
 #: Phoneme ids up to this one are marks and the space, which are heard as pauses.
 SPACE = 16
 _STRESS = "ˈˌ"
-#: Maximum number of words, written and read together, of one place where a text is read differently.
-_MAX_GROUP = 24
+#: Maximum number of words that are read for one word of a text, and of ways to divide them that are followed.
+_MAX_READ = _MAX_WAYS = 24
+#: The cost of uneven shares; that of each word that is read otherwise is 1.
+_EVEN = 0.01
 _MARKS = re.compile(r"[\W_]+")
 
 
@@ -101,27 +104,29 @@ class TimedVoice(Hibari):
         return tuple(words.values()), tuple(phonemes)
 
 
-def read_as(written: Sequence[str], read: Sequence[str]) -> Iterator[int]:
+def read_as(written: Sequence[str], read: Sequence[str]) -> list[int]:
     """For each word that is read, the index of the word of the text that it belongs to: `7:30` is read as
-    `seven thirty`. The words between two equal ones belong together; of several, each gets an equal share."""
+    `seven thirty`. Of the ways to divide what is read, it is the most even one of those with the fewest words that
+    are read otherwise than they are written."""
     keys, spoken = ([_MARKS.sub("", word).casefold() or word for word in words] for words in (written, read))
-    place = done = 0
-    while done < len(spoken):
-        own, said = next(
-            (
-                (skipped, size - skipped)
-                for size in range(_MAX_GROUP)
-                for skipped in range(size + 1)
-                if spoken[done + size - skipped :][:1] == keys[place + skipped :][:1] != []
-            ),
-            (len(keys) - place, len(spoken) - done),
-        )
-        for number in range(said):
-            yield place + number * own // said if own else max(place - 1, 0)
-        place, done = place + own, done + said
-        if done < len(spoken):
-            yield place
-            place, done = place + 1, done + 1
+    #: The end of what was read so far -> the cost, the end, its last word's begin, and the way up to there.
+    ways: dict[int, tuple[float, int, int, Any]] = {0: (0.0, 0, 0, None)}
+    for key in keys:
+        after = dict[int, tuple[float, int, int, Any]]()
+        for before in nsmallest(_MAX_WAYS, ways.values()):
+            cost, begin, *_ = before
+            is_same = spoken[begin : begin + 1] == [key]
+            for count in range(min(_MAX_READ, len(spoken) - begin) + 1):
+                cost_here = cost + max(count - is_same, 0) + count * count * _EVEN
+                way = cost_here, begin + count, begin, before
+                after[begin + count] = min(way, after.get(begin + count, way))
+        ways = after
+    owners = [number * len(keys) // len(spoken) for number in range(len(spoken))]
+    way = ways.get(len(spoken))
+    for number in reversed(range(len(keys) if way else 0)):
+        _, end, begin, way = cast(Any, way)
+        owners[begin:end] = [number] * (end - begin)
+    return owners
 
 
 def _with_output(model: bytes, name: str) -> Any:

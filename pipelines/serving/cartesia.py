@@ -30,7 +30,17 @@ MAX_NAME_CHARACTERS = 200
 #: messages of 1 MiB, and base64 adds a third.
 MAX_PIECE_BYTES = 1 << 18
 #: Fields that must stay the same in a context.
-SETTINGS = frozenset({"model_id", "voice", "language", "output_format", "generation_config"})
+SETTINGS = frozenset(
+    {
+        "model_id",
+        "voice",
+        "language",
+        "output_format",
+        "generation_config",
+        "add_timestamps",
+        "add_phoneme_timestamps",
+    }
+)
 
 _IGNORE_OTHERS = ConfigDict(extra="ignore")
 

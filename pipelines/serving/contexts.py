@@ -34,7 +34,7 @@ from pipelines.serving.cartesia import (
     request_of,
 )
 from pipelines.serving.connections import DRAIN, SET_IDLE
-from pipelines.serving.encoding import FileStream, PcmStream
+from pipelines.serving.encoding import PcmStream
 from pipelines.serving.errors import ApiError, JsonObject, as_api_error, bad_request
 from pipelines.serving.metrics import WEBSOCKET
 from pipelines.serving.middleware import CLIENT_CLOSED
@@ -327,7 +327,7 @@ class ContextSocket:
         check_speech(serving, first)
         return await request_of(serving, first, "")
 
-    def encoder(self, serving: Serving, first: ContextMessage) -> PcmStream | FileStream:
+    def encoder(self, serving: Serving, first: ContextMessage) -> PcmStream:
         """An encoder for one text of a context."""
         return encoder_of(serving, first.output_format)
 

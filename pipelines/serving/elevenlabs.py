@@ -12,11 +12,12 @@ from starlette.types import Scope
 
 from pipelines.serving.cartesia import ContextMessage, Name
 from pipelines.serving.contexts import CLOSED, ContextSocket
-from pipelines.serving.encoding import FileStream, PcmStream, stream_encoder
+from pipelines.serving.encoding import PcmStream, stream_encoder
 from pipelines.serving.errors import JsonObject
 from pipelines.serving.metrics import MULTI_STREAM_INPUT, STREAM_INPUT
 from pipelines.serving.request_body import Body
 from pipelines.serving.streaming import Serving
+from pipelines.words import are_spaced
 
 _CONTEXT = "default"
 #: ElevenLabs' names of encodings.
@@ -35,6 +36,18 @@ class TextMessage(Body):
     close_socket: bool = False
 
 
+class Handshake(Body):
+    """The query of a handshake. Clients write booleans as FastAPI reads them."""
+
+    model_config = ConfigDict(extra="ignore", strict=False)
+
+    output_format: str = "mp3"
+    #: Each text is spoken when it arrives.
+    auto_mode: bool = False
+    #: Times are since the beginning of the context, and not since the end of those before.
+    sync_alignment: bool = False
+
+
 class MultiStreamSocket(ContextSocket):
     """A WebSocket with ElevenLabs' protocol: contexts receive texts in pieces, and send their speech with the times
     of its characters."""
@@ -44,11 +57,9 @@ class MultiStreamSocket(ContextSocket):
 
     async def open(self, scope: Scope) -> None:
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
-        self._kind, rate = f"{query.get('output_format', 'mp3')}_".split("_")[:2]
-        # Each text is spoken when it arrives.
-        at_once = query.get("auto_mode") == "true"
-        #: Whether times are since the beginning of the context, or since the end of those before.
-        self._absolute = query.get("sync_alignment") == "true"
+        handshake = Handshake.model_validate(query)
+        self._kind, rate = f"{handshake.output_format}_".split("_")[:2]
+        self._absolute = handshake.sync_alignment
         #: The end of the times that were sent of each context, in seconds.
         self._ends: dict[str | None, float] = {}
         given = {
@@ -63,7 +74,7 @@ class MultiStreamSocket(ContextSocket):
             if self._kind in ("mp3", "opus")
             else {"encoding": _ENCODINGS.get(self._kind, self._kind), "sample_rate": rate},
             "add_timestamps": "true",
-            "max_buffer_delay_ms": "0" if at_once else None,
+            "max_buffer_delay_ms": "0" if handshake.auto_mode else None,
         }
         self._template = ContextMessage.model_validate_strings(given, strict=False)
         # Clients report an error of the handshake, and not every one of a context.
@@ -88,7 +99,7 @@ class MultiStreamSocket(ContextSocket):
                     more=False,
                 )
 
-    def encoder(self, serving: Serving, first: ContextMessage) -> PcmStream | FileStream:
+    def encoder(self, serving: Serving, first: ContextMessage) -> PcmStream:
         if self._kind in ("mp3", "opus"):
             return stream_encoder(serving.model.card.sample_rate, self._kind)
         return super().encoder(serving, first)
@@ -100,7 +111,7 @@ class MultiStreamSocket(ContextSocket):
         elif view["type"] == "timestamps":
             begin = 0.0 if self._absolute else self._ends.get(name, 0.0)
             times = alignment(**view["word_timestamps"], begin_seconds=begin)
-            self._ends[name] = begin + times["charStartTimesMs"][-1] / 1000
+            self._ends[name] = begin + (times["charStartTimesMs"][-1] + times["charDurationsMs"][-1]) / 1000
             yield {"audio": "", "alignment": times, "normalizedAlignment": times, "contextId": name}
         elif view["done"]:
             self._ends.pop(name, None)
@@ -121,13 +132,15 @@ class StreamInputSocket(MultiStreamSocket):
 
 
 def alignment(words: list[str], start: list[float], end: list[float], begin_seconds: float) -> JsonObject:
-    """When each character of words, and a space after each word, begins, and how long it takes, in whole
+    """When each character of words, and of the spaces after them, begins, and how long it takes, in whole
     milliseconds since `begin_seconds`. The time of a word is divided equally."""
     chars: list[str] = []
     starts: list[int] = []
-    for word, since, until in zip(words, start, end):
-        chars += [*word, " "]
+    for word, since, until, after in zip(words, start, end, [*words[1:], ""]):
+        letters = [*word, *" " * are_spaced(word, after)]
+        chars += letters
         step = (until - since) / len(word)
-        starts += [round(1000 * (since - begin_seconds + number * step)) for number in range(len(word) + 1)]
-    durations = [after - at for at, after in zip(starts, [*starts[1:], starts[-1]])]
+        starts += [round(1000 * (since - begin_seconds + number * step)) for number in range(len(letters))]
+    ends = [*starts[1:], round(1000 * (end[-1] - begin_seconds))]
+    durations = [until - at for at, until in zip(starts, ends)]
     return {"chars": chars, "charStartTimesMs": starts, "charDurationsMs": durations}

@@ -33,6 +33,9 @@ _TAGS: dict[Encoding, tuple[int, int]] = {
 }
 #: Compression level of an MP3 stream: 80 kbit/s at 24 kHz.
 _MP3_LEVEL = 0.5
+#: Samples before the speech of an MP3 without its table, by encoder and decoder, and the rate from which on frames are
+#: twice as long as `_MP3_FRAME`.
+_MP3_DELAY, _MP3_FRAME, _MP3_LONG_RATE = 1105, 576, 32_000
 
 
 def whole_file(samples: Samples, sample_rate: int, kind: SpeechFormat) -> bytes:
@@ -65,6 +68,8 @@ class PcmStream:
     """Encodes a stream as bare samples or as a WAV."""
 
     compresses = False
+    #: Samples before the speech, and samples of a frame, if the stream consists of whole ones.
+    _delay, _frame = 0, 1
 
     def __init__(
         self,
@@ -78,6 +83,16 @@ class PcmStream:
         self._encoding: Encoding = encoding
         self._header = wav_header(wanted_rate, None, *_TAGS[encoding]) if with_header else b""
         self._resampler: soxr.ResampleStream | None = None
+
+    @property
+    def delay_seconds(self) -> float:
+        """The time in the decoded stream at which the speech begins."""
+        return self._delay / self._rates[1]
+
+    def length(self, seconds: float) -> float:
+        """The length in seconds of the decoded stream with so much speech."""
+        samples = round(seconds * self._rates[1]) + self._delay
+        return -(-samples // self._frame) * self._frame / self._rates[1]
 
     def add(self, samples: Samples, last: bool = False) -> bytes:
         """Adds a chunk [samples] and returns the bytes that are ready. The `last` chunk of an utterance
@@ -135,38 +150,38 @@ class _Pipe(io.RawIOBase):
         return ready
 
 
-class FileStream:
-    """Encodes a stream as a compressed file; see `PcmStream`."""
+class FileStream(PcmStream):
+    """Encodes a stream as a compressed file."""
 
     compresses = True
 
     def __init__(self, sample_rate: int, kind: AudioFormat) -> None:
-        self._pipe = _Pipe(without_first=kind == "mp3")
+        rate, is_mp3 = _file_rate(sample_rate, kind), kind == "mp3"
+        super().__init__(sample_rate, rate)
+        self._pipe = _Pipe(without_first=is_mp3)
         container, subtype = CONTAINERS[kind]
-        rate = _file_rate(sample_rate, kind)
-        self._pcm = PcmStream(sample_rate, rate)
         # Without the table, players compute the length from the bit rate, so it must be constant.
-        steady: dict[str, Any] = (
-            {"bitrate_mode": "CONSTANT", "compression_level": _MP3_LEVEL} if kind == "mp3" else {}
-        )
+        steady: dict[str, Any] = {}
+        if is_mp3:
+            steady = {"bitrate_mode": "CONSTANT", "compression_level": _MP3_LEVEL}
+            self._delay, self._frame = _MP3_DELAY, _MP3_FRAME << (rate >= _MP3_LONG_RATE)
         self._file = soundfile.SoundFile(
             cast(BinaryIO, self._pipe), "w", rate, 1, format=container, subtype=subtype, **steady
         )
 
-    def add(self, samples: Samples, _last: bool = False) -> bytes:
-        """Adds a chunk [samples] and returns the bytes that are ready. The file continues over all
-        utterances, so the end of one does not flush the resampler."""
-        self._file.buffer_write(self._pcm.add(samples), "int16")
+    def add(self, samples: Samples, last: bool = False) -> bytes:
+        """As `PcmStream.add`. The file continues over all utterances, so the end of one does not flush the
+        resampler."""
+        self._file.buffer_write(super().add(samples), "int16")
         return self._pipe.take()
 
     def end(self) -> bytes:
-        """The bytes after the last chunk."""
-        self._file.buffer_write(self._pcm.add(NO_SAMPLES, last=True), "int16")
+        self._file.buffer_write(super().add(NO_SAMPLES, last=True), "int16")
         self._file.close()
         return self._pipe.take()
 
 
-def stream_encoder(sample_rate: int, kind: SpeechFormat) -> PcmStream | FileStream:
+def stream_encoder(sample_rate: int, kind: SpeechFormat) -> PcmStream:
     """The encoder of one stream."""
     if kind in ("wav", "pcm"):
         return PcmStream(sample_rate, sample_rate, with_header=kind == "wav")

@@ -134,7 +134,12 @@ class SpeechStreamSocket(ContextSocket):
                 "Set `stream_audio` to true and `response_format` to pcm. /v1/audio/speech sends files.",
                 ErrorCode.INPUT_UNSUPPORTED,
             )
-        in_objects = given.get("word_timestamps") is True
+        in_objects, kind = given.get("word_timestamps", False), given.get("timestamp_type")
+        if kind not in (None, "word") or not isinstance(in_objects, bool | None):
+            raise bad_request(
+                "Set `timestamp_type` to word, and `word_timestamps` to true or false, or remove them.",
+                "invalid_value",
+            )
         body = SpeechBody.model_validate(
             {
                 "voice": given.get("speaker"),
@@ -143,7 +148,7 @@ class SpeechStreamSocket(ContextSocket):
                 "language": None if given.get("language") == "Auto" else given.get("language"),
                 "input": "a",
                 "stream_format": "sse",
-                "timestamps": in_objects or given.get("timestamp_type") == "word",
+                "timestamps": bool(in_objects or kind),
             }
         )
         return SessionMessage(
@@ -152,7 +157,7 @@ class SpeechStreamSocket(ContextSocket):
             add_timestamps=body.timestamps,
             generation_config=GenerationConfig(trim_leading_silence_ms=body.trim_leading_silence_ms),
             body=body,
-            in_objects=in_objects,
+            in_objects=bool(in_objects),
         )
 
     async def request(self, serving: Serving, first: ContextMessage) -> SynthesisRequest:

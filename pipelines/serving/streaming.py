@@ -20,7 +20,7 @@ from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import Done, Handle, SynthesisRequest, Word
 from pipelines.serving import ServeOptions
 from pipelines.serving.admission import AdmissionQueue, Permit
-from pipelines.serving.encoding import FileStream, PcmStream
+from pipelines.serving.encoding import PcmStream
 from pipelines.serving.errors import ApiError, JsonObject
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
@@ -79,7 +79,7 @@ async def speech_pieces(
     serving: Serving,
     requests: Sequence[SynthesisRequest],
     permit: Permit,
-    encoder: PcmStream | FileStream,
+    encoder: PcmStream,
     on_handle: Callable[[Handle], None] | None = None,
     begin_seconds: float = 0.0,
     text_so_far: Callable[[], str] | None = None,
@@ -88,7 +88,7 @@ async def speech_pieces(
     """Yields the encoded speech of all requests in order, as it is made; no piece is empty. Several requests
     hold the slot until the last one is done.
 
-    `on_handle`: as in `ServedModel.chunks`; `begin_seconds`: the time of the first piece, for those of words;
+    `on_handle`: as in `ServedModel.chunks`; `begin_seconds`: the time of the first piece, for those of words, which are those of the encoded speech;
     `text_so_far`: the text of a request whose text is still open; `trim_ms`: maximum length of leading silence
     that is left out, up to `_KEPT_SECONDS` before the first sound. Raises as `ServedModel.chunks`, and
     `synth.no_audio` if the model made no audio.
@@ -107,7 +107,7 @@ async def speech_pieces(
         permit.hold()
     try:
         for request in requests:
-            begin, estimates = seconds, None
+            begin, estimates = seconds + encoder.delay_seconds, None
             if request.timestamps and not serving.model.card.capabilities.word_times:
                 estimates = WordEstimates(rate)
             async with aclosing(serving.model.chunks(request, permit, on_handle)) as chunks:
@@ -138,6 +138,7 @@ async def speech_pieces(
     if seconds == begin_seconds:
         raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
     if data := await run(encoder.end):
+        seconds = begin_seconds + encoder.length(seconds - begin_seconds)
         yield SpeechPiece(data, seconds, estimated=estimates is not None)
 
 

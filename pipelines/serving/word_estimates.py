@@ -13,6 +13,7 @@ from pipelines.audio import FRAME_SECONDS, NO_SAMPLES, Samples, frame_powers, so
 from pipelines.duration import text_units
 from pipelines.request import Word
 from pipelines.text_units import has_words
+from pipelines.words import words_of
 
 #: Units of text (`text_units`) that a voice says in a second of sound, before its own pace is known.
 UNITS_PER_SECOND = 17.0
@@ -50,7 +51,7 @@ class WordEstimates:
         left. `text`: the text so far."""
         if text != self._text:
             # Text only grows, so that all words but the last one stay as they are.
-            words, kept = text.split(), max(len(self._words) - 1, 0)
+            words, kept = words_of(text), max(len(self._words) - 1, 0)
             units = (max(1.0, text_units(word.strip(_MARKS))) for word in words[kept:])
             self._ends[kept:] = accumulate(units, initial=self._ends[kept])
             self._text, self._words = text, words

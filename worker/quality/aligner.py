@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from pipelines.audio import FRAME_SECONDS, frame_powers
 from pipelines.errors import ErrorCode, ModelError
-from pipelines.languages import language_code
 from pipelines.request import Word
-from worker.quality.meters import SAMPLE_RATE, UNSPACED, Reading, Readings, Utterance
+from pipelines.words import are_spaced, words_of
+from worker.quality.meters import SAMPLE_RATE, Reading, Readings, Utterance
 
 #: Longer speech is read in windows of this length, with this context on both sides, so many at once.
 WINDOW_SECONDS, CONTEXT_SECONDS, BATCH = 20, 1, 8
@@ -59,19 +59,16 @@ class AlignMeter:
         self._blank = int(network.config.pad_token_id)
 
     def measure(self, utterance: Utterance) -> Readings:
-        words, audio = utterance.text.split(), utterance.resampled()
-        if language_code(utterance.language) in UNSPACED:
-            words = list("".join(words))
-        spoken = [(word, tokens) for word in words if (tokens := self._tokens(word))]
+        audio = utterance.resampled()
+        spoken = [(word, tokens) for word in words_of(utterance.text) if (tokens := self._tokens(word))]
         if not spoken or not len(audio):
             return {}
-        between = [(self._vocabulary["|"], -1)] if "|" in self._vocabulary and len(words) > 1 else []
         #: The tokens, each with its word; -1 between words.
-        pairs = [
-            pair
-            for number, (_, own) in enumerate(spoken)
-            for pair in between * bool(number) + [(token, number) for token in own]
-        ]
+        pairs: list[tuple[int, int]] = []
+        for number, (word, own) in enumerate(spoken):
+            if number and "|" in self._vocabulary and are_spaced(spoken[number - 1][0], word):
+                pairs.append((self._vocabulary["|"], -1))
+            pairs += [(token, number) for token in own]
         log_probs, stride = self._log_probs(audio)
         path = viterbi(log_probs, [token for token, _ in pairs], self._blank)
         if path is None:
@@ -87,7 +84,7 @@ class AlignMeter:
         """The tokens of a word; one that stands for anything if the model has none of them; none for marks."""
         text = unicodedata.normalize("NFKC", word).replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
         text = text.upper() if "A" in self._vocabulary else text.lower()
-        letters = (one for one in text if one.isalpha() or one == "'")
+        letters = (one for one in text if unicodedata.category(one)[0] in "LM" or one == "'")
         known = [self._vocabulary[one] for one in letters if one in self._vocabulary]
         return known or [-1] * any(one.isalnum() for one in text)
 
@@ -152,11 +149,13 @@ def word_times(
     """
     powers, seconds = frame_powers(audio, SAMPLE_RATE), len(audio) / SAMPLE_RATE
     sound = powers > powers.max() * _SOUND_POWER
+    # Models find tokens also in the silence around the speech.
+    first, last = (np.flatnonzero(sound)[[0, -1]] + (0, 1)) * FRAME_SECONDS if sound.any() else (0.0, seconds)
     frames = (np.flatnonzero(owned == number) * stride for number in range(len(words)))
     edges = [0.0, *(at for own in frames for at in own[[0, -1]]), seconds]
     pauses = [_pause(sound, *edge) for edge in zip(edges[::2], edges[1::2], strict=True)]
     return tuple(
-        Word(word, begin, end).moved(0.0, seconds)
+        Word(word, max(begin, first), max(end, first)).moved(0.0, last)
         for word, (_, begin), (end, _) in zip(words, pauses, pauses[1:], strict=False)
     )
 

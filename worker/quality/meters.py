@@ -24,6 +24,7 @@ from jobs.checks import ALIGNER, ENTRY_POINT_GROUP, METERS, Bound, Option, known
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.languages import language_code
 from pipelines.request import Word
+from pipelines.text_units import has_words
 
 #: Sample rate of all built-in meters.
 SAMPLE_RATE = 16_000
@@ -152,11 +153,7 @@ def _spoken_signs(text: str) -> str:
 
 
 def _words(text: str) -> list[str]:
-    return [
-        word
-        for word in unicodedata.normalize("NFKC", text).split()
-        if any(character.isalnum() for character in word)
-    ]
+    return [word for word in unicodedata.normalize("NFKC", text).split() if has_words(word)]
 
 
 class AsrMeter:

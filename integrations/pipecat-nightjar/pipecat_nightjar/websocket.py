@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -33,6 +34,10 @@ _MAX_MESSAGE_BYTES = 16 << 20
 _FRAME_SECONDS = 0.2
 _NOT_READY = 503
 _RETRY_SECONDS = 0.25
+#: A character of a script without spaces between words: Thai, Lao, Burmese, Khmer, Japanese, Chinese.
+_UNSPACED = re.compile(
+    "[\u0e01-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff\uff66-\uff9f]"
+)
 #: Time without audio after which a reply counts as ended. Normally a message ends it, so this must only be
 #: longer than the wait for a slot.
 _SILENCE_SECONDS = 10.0
@@ -309,7 +314,11 @@ class NightjarTTSService(WebsocketTTSService):
             # The server counts the audio alone; the listener has also waited for it.
             waited = end - begin - reply.seconds
             starts = [start + waited for start in times["start"]]
-            await self.add_word_timestamps(list(zip(times["words"], starts, strict=True)), context_id)
+            # Such words have no spaces between them; in a sentence with one, Pipecat adds none.
+            joined = _UNSPACED.search("".join(times["words"])) is not None
+            await self.add_word_timestamps(
+                list(zip(times["words"], starts, strict=True)), context_id, includes_inter_frame_spaces=joined
+            )
         elif kind == "flush_done":
             words = reply.texts.popleft().split() if reply.texts else []
             if words and not reply.is_timed:

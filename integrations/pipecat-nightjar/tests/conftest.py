@@ -51,8 +51,9 @@ def free_port() -> int:
 class NightjarServer:
     """The server in its own process. It keeps its port when it restarts."""
 
-    def __init__(self, folder: Path, **variables: str) -> None:
+    def __init__(self, folder: Path, model: str = "hibari", **variables: str) -> None:
         self._folder = folder
+        self._model = model
         self._variables = variables
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -73,7 +74,7 @@ class NightjarServer:
             str(program),
             "serve",
             "--model",
-            "hibari",
+            self._model,
             "--port",
             str(self.port),
             "--quiet",
@@ -149,6 +150,21 @@ class NightjarServer:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NightjarServer]:
     """A server that tests share. Each test leaves it idle."""
     running = NightjarServer(tmp_path_factory.mktemp("server"))
+    running.start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def chinese_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NightjarServer]:
+    """A server whose small model reads any text, and does not know when it says a word."""
+    if subprocess.run([SERVER_PYTHON, "-c", "import torch"], capture_output=True, check=False).returncode:
+        pytest.skip("The server's environment has no PyTorch.")
+    folder = tmp_path_factory.mktemp("chinese")
+    whole = [SERVER_PYTHON, "-m", "tests.support.golden_checkpoint"]
+    golden = ROOT / "tests/golden/qwen3_tts/checkpoint-custom"
+    subprocess.run([*whole, str(golden), str(folder / "model")], cwd=ROOT, check=True)
+    running = NightjarServer(folder, str(folder / "model"))
     running.start()
     yield running
     running.stop()

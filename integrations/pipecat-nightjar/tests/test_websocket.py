@@ -111,6 +111,29 @@ def test_a_word_becomes_text_of_the_conversation_when_it_is_said(
     )
 
 
+@pytest.mark.parametrize("mode", [TextAggregationMode.SENTENCE, TextAggregationMode.TOKEN])
+def test_characters_of_a_chinese_reply_are_words_without_spaces(
+    chinese_server: NightjarServer, mode: TextAggregationMode
+) -> None:
+    reply = "\u4f60\u597d\uff0c\u6211\u7528Python\u5199\u7a0b\u5e8f\u3002\u518d\u89c1\uff01"
+    context = LLMContext()
+
+    async def script(conversation: Conversation) -> None:
+        await conversation.say(*reply)
+        await conversation.until_replies(1)
+
+    talker = NightjarTTSService(
+        base_url=chinese_server.url,
+        text_aggregation_mode=mode,
+        settings=NightjarTTSSettings(voice="vivian", extra={"generation_config": {"seed": 7}}),
+    )
+    behind = [LLMContextAggregatorPair(context).assistant()]
+    done = asyncio.run(converse(talker, script, behind=behind))
+    assert done.errors() == []
+    assert len(said(done)) == 10
+    assert [message["content"] for message in context.get_messages()] == [reply]
+
+
 def test_without_times_a_sentence_becomes_text_of_the_conversation_behind_its_audio(
     server: NightjarServer,
 ) -> None:

@@ -224,19 +224,14 @@ def test_streams_are_compressed_beside_the_event_loop_and_in_order(
 ) -> None:
     threads: set[str] = set()
 
-    class Watched:
-        compresses = True
-
-        def __init__(self, sample_rate: int, kind: encoding.SpeechFormat) -> None:
-            self._encoder = encoding.stream_encoder(sample_rate, kind)
-
-        def add(self, samples: NDArray[np.float32], last: bool) -> bytes:
+    class Watched(encoding.FileStream):
+        def add(self, samples: NDArray[np.float32], last: bool = False) -> bytes:
             threads.add(threading.current_thread().name)
-            return self._encoder.add(samples, last)
+            return super().add(samples, last)
 
         def end(self) -> bytes:
             threads.add(threading.current_thread().name)
-            return self._encoder.end()
+            return super().end()
 
     whole = server.speak(TEXT, response_format=kind, stream=True, seed=7).content
     monkeypatch.setattr(speech, "stream_encoder", Watched)

@@ -16,7 +16,9 @@ import soundfile
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from tests.services.pipelines.test_serve_times import TimedVoice, expected
+from pipelines.request import Word
+from pipelines.serving.elevenlabs import alignment
+from tests.services.pipelines.test_serve_times import TimedVoice, expected, middles_of
 from tests.services.pipelines.test_serve_websocket import TEXT, UNITS, samples_of, spoken
 from tests.support.serving_kit import PATIENCE_SECONDS, Running, b64, wav
 from tests.support.stream_voice import StreamVoice
@@ -168,6 +170,41 @@ class TestElevenLabs:
             assert begin + starts[0] / 1000 == pytest.approx(word.start_s, abs=0.002)
             assert begin + starts[-1] / 1000 == pytest.approx(word.end_s, abs=0.002)
             begin += 0.0 if absolute else (starts[-1] + durations[-1]) / 1000
+
+    def test_times_of_characters_are_those_of_the_decoded_mp3(self) -> None:
+        """Each text is an MP3 of its own, with delay and whole frames."""
+        query = {"sync_alignment": "true", "output_format": "mp3_22050_32"}
+        with Running(TimedVoice()) as server, multi(server, **query) as client:
+            client.send(said(TEXT, flush=True), closing())
+            messages = client.until_final()
+        words = [
+            Word(
+                "".join(times["chars"]),
+                times["charStartTimesMs"][0] / 1000,
+                times["charStartTimesMs"][-1] / 1000,
+            )
+            for one in messages
+            if (times := one.get("alignment"))
+        ]
+        assert [word.text for word in words] == [f"{unit} " for unit in UNITS]
+        assert middles_of(sound(messages), words) == pytest.approx([0.0] * len(UNITS), abs=0.002)
+
+    def test_characters_of_scripts_without_spaces_have_none_behind_them(self) -> None:
+        times = alignment(["\u4f60", "\u597d\uff0c", "Ada", "is"], [1, 2, 3, 4], [2, 2.5, 4, 4.5], 1)
+        assert "".join(times["chars"]) == "\u4f60\u597d\uff0cAda is "
+        assert times["charStartTimesMs"] == [0, 1000, 1250, 2000, 2333, 2667, 3000, 3000, 3250, 3500]
+        assert times["charDurationsMs"] == [1000, 250, 750, 333, 334, 333, 0, 250, 250, 0]
+        assert alignment(["\u597d"], [1], [2], 1)["charDurationsMs"] == [1000]
+
+    @pytest.mark.parametrize("name", ["auto_mode", "sync_alignment"])
+    def test_a_value_of_the_query_is_true_or_false(self, server: Running, name: str) -> None:
+        with multi(server, **{name: "True"}) as client:
+            client.send(said(TEXT, flush=True), closing())
+            client.until_final()
+        with pytest.raises(InvalidStatus) as refused, multi(server, **{name: "perhaps"}):
+            pass
+        assert refused.value.response.status_code == 400
+        assert name.encode() in refused.value.response.body
 
     def test_in_auto_mode_each_text_is_spoken_when_it_arrives(
         self, server: Running, voice: StreamVoice
@@ -502,6 +539,8 @@ class TestOmni:
             ({"voice": 5}, "invalid_value"),
             ({"temperature": -1}, "input.bad_generation"),
             ({"seed": "x"}, "invalid_value"),
+            ({"timestamp_type": "phoneme"}, "invalid_value"),
+            ({"word_timestamps": "yes"}, "invalid_value"),
         ],
     )
     def test_a_wrong_configuration_is_answered(

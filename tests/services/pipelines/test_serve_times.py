@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import io
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import soundfile
 
 from pipelines.request import AudioChunk, SynthesisRequest, Word
 from tests.services.pipelines.test_serve_clients import OFFICIAL
@@ -137,3 +140,45 @@ def test_a_model_that_does_not_know_its_times_has_estimates() -> None:
     at = [time for word in words for time in word[1:]]
     assert at == sorted(at)
     assert 0 <= at[0] < at[-1] <= seconds + 0.02
+
+
+def middles_of(audio: bytes, words: list[Word]) -> list[float]:
+    """For each word: how much later the middle of its sound, in decoded audio, is than the middle of its time."""
+    samples, rate = soundfile.read(io.BytesIO(audio), dtype="float32")
+    found = list[float]()
+    for word in words:
+        begin, end = round(word.start_s * rate), round(word.end_s * rate)
+        power = samples[begin:end] ** 2
+        found.append(float((power * np.arange(len(power))).sum() / power.sum() - len(power) / 2) / rate)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["mp3", "opus"])
+def test_times_are_those_of_the_decoded_speech(server: Running, kind: str) -> None:
+    """An MP3 begins with the delay of its encoder and decoder."""
+    text = f"{UNITS[1]} " * 10
+    body = {
+        "model": "tone",
+        "input": text,
+        "response_format": kind,
+        "stream_format": "sse",
+        "timestamps": True,
+    }
+    with server.http.stream("POST", "/v1/audio/speech", json=body) as answer:
+        *deltas, _ = events(answer.iter_lines())
+    words = [Word(*word) for one in deltas for word in one["words"]]
+    assert len(words) == 10
+    audio = b"".join(base64.b64decode(one["audio"]) for one in deltas)
+    assert middles_of(audio, words) == pytest.approx([0.0] * 10, abs=0.002)
+
+
+def test_settings_of_times_cannot_change_in_a_context(server: Running) -> None:
+    """Cartesia: inputs of a context keep all fields but the transcript and `continue`."""
+    with talk(server.url) as client:
+        client.say("a", UNITS[0], more=True, **SEEDED, **output())
+        client.say("a", UNITS[1], more=True, **SEEDED, **output(), add_timestamps=True)
+        error = client.error("a")
+        assert (error["error_code"], "`add_timestamps` cannot change" in error["message"]) == (
+            "invalid_value",
+            True,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from random import Random
 
 import numpy as np
 import pytest
@@ -133,10 +134,52 @@ def test_times_cross_processes() -> None:
         ("a — b", "a b", [0, 2]),
         ("10 km", "10 kilometers", [0, 1]),
         ("b", "x y b", [0, 0, 0]),
+        ("7:30 seven", "seven thirty seven", [0, 0, 1]),
+        (
+            "At 7:30 7:30 7:30 we go.",
+            "At seven thirty seven thirty seven thirty we go.",
+            [0, 1, 1, 2, 2, 3, 3, 4, 5],
+        ),
+        ("7:30, 7:30, half five seven", "seven thirty, seven thirty, half five seven", [0, 0, 1, 1, 2, 3, 4]),
+        ("3:16, 3.16, 316", "three sixteen, 3.16, 316", [0, 0, 1, 2]),
+        ("$5 1/2 100% one", "$5 one half 100% one", [0, 1, 1, 2, 3]),
+        ("a b", "a" + " x" * 60, [0] * 31 + [1] * 30),
     ],
 )
 def test_words_that_are_read_otherwise(written: str, read: str, owners: list[int]) -> None:
     assert list(read_as(written.split(), read.split())) == owners
+
+
+def test_repeated_words_all_have_a_time() -> None:
+    """Also where a word is read as another one that follows."""
+    random = Random(1)
+    words = [
+        "7:30",
+        "7:30,",
+        "$5",
+        "5",
+        "Dr.",
+        "the",
+        "3/4/2024",
+        "3.16",
+        "one",
+        "seven",
+        "thirty",
+        "half",
+        "five",
+        "1/2",
+        "&",
+        "100%",
+        "#1",
+        "2nd",
+        "$3.50",
+    ]
+    for number in range(400):
+        chosen = random.choices(words, k=random.randint(2, 5)) if number % 2 else [random.choice(words)] * 3
+        owners = deque[int]()
+        list(READER.pieces(" ".join(chosen), owners=owners))
+        said = [word for place, word in enumerate(chosen) if place in owners]
+        assert said == chosen
 
 
 @given(st.text("ab1.,-(]🙂é \n$&/", min_size=1, max_size=60))

@@ -58,6 +58,27 @@ def test_a_word_is_given_once_it_is_written_whole() -> None:
     assert [word.text for word in estimates.add(sound, "Good morning, all ", False)] == ["morning,", "all"]
 
 
+def test_a_text_without_spaces_has_a_time_for_each_character() -> None:
+    text = "\u4f60\u597d\uff0c\u6211\u7528Python 3.5\u3002"
+    sound, pause = np.full(RATE // 2, 0.1, np.float32), np.zeros(RATE // 4, np.float32)
+    words = estimated(np.concatenate([sound, pause, *[sound] * 3]), text, 0.1)
+    assert [word.text for word in words] == [
+        "\u4f60",
+        "\u597d\uff0c",
+        "\u6211",
+        "\u7528",
+        "Python",
+        "3.5\u3002",
+    ]
+    assert 0.2 < words[0].end_s < 0.3, "two characters share the sound before the comma"
+    assert words[2].start_s == pytest.approx(0.75, abs=0.03)
+    estimates, grown = WordEstimates(RATE), list[str]()
+    for end in range(1, len(text) + 1):
+        grown += [word.text for word in estimates.add(sound[: RATE // 5], text[:end], False)]
+        assert all(grown[number] == words[number].text for number in range(len(grown)))
+    assert len(grown) > 2
+
+
 def test_a_text_that_grows_ends_with_the_words_of_the_whole() -> None:
     text, sound = "Good morning \u2014 all of you. 7:30? Yes!", np.full(RATE // 2, 0.1, np.float32)
     estimates, words = WordEstimates(RATE), list[str]()

@@ -83,13 +83,23 @@ def test_words_meet_between_their_tokens_and_end_with_their_sound() -> None:
     ]
 
 
-def saved(folder: Path, kind: str) -> Path:
+def test_words_are_within_the_sound_also_if_their_tokens_are_not() -> None:
+    audio = np.zeros(2 * SAMPLE_RATE, np.float32)
+    audio[SAMPLE_RATE // 2 : SAMPLE_RATE] = 0.5
+    owned = np.full(100, -1)
+    owned[1], owned[[30, 60]] = 0, 1
+    said = word_times(["a", "b"], owned, 0.02, audio)
+    assert (said[0].start_s, said[1].end_s) == pytest.approx((0.5, 1.0), abs=0.0201)
+    assert word_times(["a"], np.zeros(100, int), 0.02, 0 * audio)[0].text == "a"
+
+
+def saved(folder: Path, kind: str, vocabulary: dict[str, int] = VOCABULARY) -> Path:
     """A folder of a small random CTC model."""
     folder.mkdir()
-    (folder / "vocab.json").write_text(json.dumps(VOCABULARY))
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
     Wav2Vec2CTCTokenizer(str(folder / "vocab.json"), word_delimiter_token="|").save_pretrained(folder)
     small = {
-        "vocab_size": len(VOCABULARY),
+        "vocab_size": len(vocabulary),
         "hidden_size": 32,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
@@ -134,6 +144,29 @@ def test_a_folder_of_each_kind_aligns_short_and_long_speech(tmp_path: Path, kind
     assert meter.measure(Utterance(audio, 24_000, "—")) == {}
     short = Utterance(audio[:2400], 24_000, "far too many words for a tenth of a second " * 4)
     assert meter.measure(short)["align"][1] == "the speech is shorter than its text"
+
+
+def test_characters_without_spaces_are_words_without_a_space_between_them(tmp_path: Path) -> None:
+    """The speech has as many frames as the text has letters: a token between them would not fit."""
+    text, letters = (
+        "\u4f60\u597d\uff0c\u4e16\u754c\u3002\u0e19\u0e35\u0e48",
+        "\u4f60\u597d\u4e16\u754c\u0e19\u0e35\u0e48",
+    )
+    vocabulary = {**VOCABULARY, **{letter: len(VOCABULARY) + number for number, letter in enumerate(letters)}}
+    meter = open_meter("align", {"model": str(saved(tmp_path / "model", "wav2vec2", vocabulary))})
+    audio = np.random.default_rng(0).normal(scale=0.1, size=len(letters) * 320 + 100).astype(np.float32)
+    reading = meter.measure(Utterance(audio, SAMPLE_RATE, text, "zh"))["align"]
+    words = reading.words  # type: ignore[union-attr]
+    assert [word.text for word in words] == [
+        "\u4f60",
+        "\u597d\uff0c",
+        "\u4e16",
+        "\u754c\u3002",
+        "\u0e19\u0e35\u0e48",
+    ]
+    assert words[4].end_s - words[4].start_s > 2 * (words[2].end_s - words[2].start_s), (
+        "its vowels are tokens too"
+    )
 
 
 def test_a_folder_that_is_none_is_named() -> None:

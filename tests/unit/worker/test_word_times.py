@@ -282,4 +282,10 @@ def test_subtitles_end_at_sentences_pauses_and_limits() -> None:
     assert said(("One", 0, 1), ("two", 1.9, 2)) == ["One", "two"]
     assert said(("One", 0, 1), ("two", 1.7, 2)) == ["One two"]
     assert said(("One", 0, 4), ("two", 4, 7), ("three", 7, 7.1)) == ["One two", "three"]
+    assert said(
+        ("\u597d\u3002", 0, 1), ("\u6211", 1, 2), ("\u7528", 2, 3), ("Ada,", 3, 4), ("\u5bf9", 4, 5)
+    ) == [
+        "\u597d\u3002",
+        "\u6211\u7528Ada,\u5bf9",
+    ]
     assert said(("a" * 40, 0, 1), ("b" * 39, 1, 2), ("c", 2, 3)) == ["a" * 40 + " " + "b" * 39, "c"]
