@@ -76,6 +76,7 @@ def test_a_dataset_with_a_filter_stands_beside_the_others(settings: Settings, jo
     assert len(list((settings.home / "exports" / job.id).iterdir())) == 3
 
 
+@pytest.mark.timeout(45)
 def test_a_wait_ends_with_its_time(job: Job) -> None:
     begun = time.monotonic()
     assert job.wait(2 * POLL_SECONDS) is job
