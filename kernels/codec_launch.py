@@ -45,7 +45,7 @@ class Shape:
 
 #: The fastest tiles of those that were tried on an H200 with 32 x 100 frames. Other shapes get a tile by the general
 #: rule of `tile_for`.
-TILES: dict[Shape, Tile] = {
+TILES = {
     Shape("conv", 1024, 1536, 7): Tile(128, 256, 64, 3, 8),
     Shape("conv", 1536, 6144, 2): Tile(128, 256, 64, 4, 8),
     Shape("conv", 768, 768, 7): Tile(128, 256, 64, 3, 8),

@@ -19,7 +19,7 @@ class GraphPool:
     """Memory that the graphs of one thread share, because only one of them runs at a time."""
 
     def __init__(self) -> None:
-        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self._graphs = WeakSet[torch.cuda.CUDAGraph]()
         self._handle: Any = None
 
     def handle(self) -> Any:

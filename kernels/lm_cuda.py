@@ -43,7 +43,7 @@ class Partition(NamedTuple):
 
 #: (inner size, has norm, epilogue) -> (groups, warps for up to 8 rows, warps for more rows, tiles for more than 16
 #: rows).
-TILE_CONFIGS: dict[tuple[int, bool, int], tuple[int, int, int, int]] = {
+TILE_CONFIGS = {
     (1024, True, PLAIN): (2, 8, 8, 2),
     (1024, True, SWIGLU): (6, 8, 8, 2),
     (2048, True, PLAIN): (4, 16, 16, 1),

@@ -96,7 +96,7 @@ class TileConfig:
 
 
 #: (weight rows, inner size) -> the fastest measured configurations (docs/adr/0008) for up to 32 rows, and for more.
-TILE_CONFIGS: dict[tuple[int, int], tuple[TileConfig, TileConfig]] = {
+TILE_CONFIGS = {
     (4096, 1024): (TileConfig(4, 4), TileConfig(2, 6)),
     (1024, 2048): (TileConfig(8, 4), TileConfig(4, 3)),
     (6144, 1024): (TileConfig(2, 8), TileConfig(2, 3)),

@@ -10,14 +10,14 @@ from pipelines.errors import invalid
 AudioFormat = Literal["wav", "flac", "mp3", "opus"]
 #: Each name is also the extension of the format's files.
 AUDIO_FORMATS: tuple[AudioFormat, ...] = get_args(AudioFormat)
-CONTENT_TYPES: dict[AudioFormat, str] = {
+CONTENT_TYPES = {
     "wav": "audio/wav",
     "flac": "audio/flac",
     "mp3": "audio/mpeg",
     "opus": "audio/ogg",
 }
 #: The only sample rates of MPEG layer III and of Opus, in Hz. The other formats support every rate.
-RATES_OF: dict[str, tuple[int, ...]] = {
+RATES_OF = {
     "mp3": (8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000),
     "opus": (8_000, 12_000, 16_000, 24_000, 48_000),
 }

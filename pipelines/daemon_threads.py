@@ -34,7 +34,7 @@ class DaemonThreads(Executor):
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """See `Executor.submit`. Raises `RuntimeError` after `shutdown`."""
-        future: Future[T] = Future()
+        future = Future[T]()
         with self._lock:
             if self._closed:
                 raise RuntimeError("the threads are shut down")

@@ -86,10 +86,10 @@ class Channel(Generic[T]):
         self._decode = msgspec.msgpack.Decoder(incoming, ext_hook=self._extended).decode
         self._buffer = bytearray()
         #: Descriptors of messages that are not decoded yet, and of the one that is being decoded.
-        self._descriptors: deque[int] = deque()
+        self._descriptors = deque[int]()
         self._shared: list[int] = []
         #: Unsent messages with their descriptors; the first one may be partly sent.
-        self._left: deque[tuple[memoryview, list[int]]] = deque()
+        self._left = deque[tuple[memoryview, list[int]]]()
         self._changed = threading.Condition()
         self._error: OSError | None = None
         self._closed = False

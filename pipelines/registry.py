@@ -175,7 +175,7 @@ _QWEN3_TTS = {
 #: Packages of models that need no checkpoint.
 BUILT_IN = EntryPoints((EntryPoint("hibari", "pipelines.hibari", ENTRY_POINT_GROUP),))
 #: Families of checkpoints; the first one that recognises a folder reads it.
-FAMILIES: tuple[Family, ...] = (
+FAMILIES = (
     Family(
         "qwen3_tts",
         "gpu",
@@ -194,7 +194,7 @@ FAMILIES: tuple[Family, ...] = (
         options=frozenset({"streams"}),
     ),
 )
-PUBLISHED: dict[str, tuple[Family, str, ModelCard]] = {
+PUBLISHED = {
     card.name: (family, hub_id, card) for family in FAMILIES for hub_id, card in family.published.items()
 }
 

@@ -383,7 +383,7 @@ class Pipeline(Protocol):
 def submit(pipeline: Pipeline, request: SynthesisRequest) -> Future[Speech]:
     """Starts a request and returns the future of its speech; its exception is a `NightjarError`. Blocks and
     raises like `Pipeline.start`."""
-    future: Future[Speech] = Future()
+    future = Future[Speech]()
     future.set_running_or_notify_cancel()
 
     def on_event(event: Event) -> None:

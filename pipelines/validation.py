@@ -40,7 +40,7 @@ OPENAI_VOICES = (
 )
 _TINY, _HUGE = math.nextafter(0, 1), sys.float_info.max
 #: Minimum and maximum of each setting, and their description in the error.
-_RANGES: dict[str, tuple[float, float, str]] = {
+_RANGES = {
     "seed": (0, 2**63 - 1, "a whole number from 0 to 2**63 - 1"),
     "top_p": (_TINY, 1, "above 0 and at most 1"),
     "max_tokens": (1, _HUGE, "1 or more"),

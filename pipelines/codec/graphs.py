@@ -74,7 +74,7 @@ class ChunkGraphs:
         self._stream = torch.cuda.Stream(shape.device, priority=priority) if self._on_gpu else None
         self._pool = GraphPool()
         #: The graphs of each number of frames by their rows.
-        self.graphs: dict[int, Buckets[Callable[[], None]]] = {
+        self.graphs = {
             frames: Buckets(counts, f"streams of {frames} frames") for frames, counts in rows.items()
         }
         #: (rows, frames) of all graphs, the largest first.
@@ -175,7 +175,7 @@ class ChunkGraphs:
         """A buffer for the largest launch, on the device or the host."""
         inputs = max(self._inputs_of(*size) for size in self.sizes)
         samples = max(rows * frames for rows, frames in self.sizes) * self._shape.samples_per_frame
-        place: Any = {"device": device, "pin_memory": device is None and self._on_gpu}
+        place = {"device": device, "pin_memory": device is None and self._on_gpu}
         return Buffer(
             torch.zeros(inputs, dtype=torch.int64, **place),
             torch.zeros(samples, dtype=torch.float32, **place),

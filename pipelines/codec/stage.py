@@ -141,7 +141,7 @@ class Lane:
         on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=self._priority) if on_gpu else None
         #: Jobs that are not started, in the order of arrival.
-        self._waiting: deque[Job] = deque()
+        self._waiting = deque[Job]()
         self.waiting_frames = 0
         #: Jobs of which a part is started; only the thread that starts groups uses them.
         self._inside: list[Job] = []

@@ -52,8 +52,8 @@ class Buckets(Generic[T]):
         #: Captured graphs by size.
         self.captured: dict[int, T] = {}
         self._unit = unit
-        self._refused: set[int] = set()
-        self._asked: Counter[int] = Counter()
+        self._refused = set[int]()
+        self._asked = Counter[int]()
 
     @property
     def first(self) -> list[int]:

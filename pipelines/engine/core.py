@@ -47,8 +47,11 @@ class _Turn:
 
 def engine_failure(error: Exception) -> SynthesisError:
     """The error of requests that failed because of the engine or the device."""
-    message = f"The engine failed: {type(error).__name__}: {error}."
-    return SynthesisError(ErrorCode.SYNTH_ENGINE, message, "See the log; the request may be tried again.")
+    return SynthesisError(
+        ErrorCode.SYNTH_ENGINE,
+        f"The engine failed: {type(error).__name__}: {error}.",
+        "See the log; the request may be tried again.",
+    )
 
 
 class EngineCore:
@@ -63,7 +66,7 @@ class EngineCore:
         #: Counts of frames made and of requests that ended.
         self.frames_made = self.requests_done = 0
         self._clock = clock
-        self.turns: deque[_Turn] = deque()
+        self.turns = deque[_Turn]()
         self._since_admission = 0
         #: The samplers' flags for a batch, kept while the batch stays the same.
         self._drawn: tuple[list[Utterance], DrawFlags, DrawFlags] | None = None

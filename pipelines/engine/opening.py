@@ -116,8 +116,10 @@ def plan_memory(
 
     maximum = holds(MIN_POSITIONS)
     if maximum < 1:
-        message = f"The model does not fit into the GPU's memory: it needs {gib(budget - free)}, and the engine may take {gib(budget)}."
-        raise invalid(message, "Use a larger GPU, or raise SPEECH_ENGINE__MEMORY_SHARE if that is set.")
+        raise invalid(
+            f"The model does not fit into the GPU's memory: it needs {gib(budget - free)}, and the engine may take {gib(budget)}.",
+            "Use a larger GPU, or raise SPEECH_ENGINE__MEMORY_SHARE if that is set.",
+        )
     if slots is None:
         typical = max(holds(TYPICAL_POSITIONS), 1)
         slots = max(bucket for bucket in BUCKETS if bucket <= typical)
@@ -125,9 +127,10 @@ def plan_memory(
             roomy = holds(TYPICAL_POSITIONS, _WIDE_ROOM)
             slots = max([slots, *(bucket for bucket in WIDE_BUCKETS if bucket <= roomy)])
     elif slots > maximum:
-        message = f"{slots} slots do not fit into the GPU's memory: the engine may take {gib(budget)}, which hold {maximum} slots."
-        advice = f"Set SPEECH_ENGINE__SLOTS to {maximum} or less, or unset it; or raise SPEECH_ENGINE__MEMORY_SHARE if that is set."
-        raise invalid(message, advice)
+        raise invalid(
+            f"{slots} slots do not fit into the GPU's memory: the engine may take {gib(budget)}, which hold {maximum} slots.",
+            f"Set SPEECH_ENGINE__SLOTS to {maximum} or less, or unset it; or raise SPEECH_ENGINE__MEMORY_SHARE if that is set.",
+        )
     if pages is None:
         # The pages of typical utterances and half of the rest, up to the maximum that the slots can use.
         room = (free - slots_bytes(needs, slots)) // needs.page
@@ -178,11 +181,11 @@ def explain_oom() -> Iterator[None]:
     except RuntimeError as error:
         if not lacks_memory(error):
             raise
-        advice = (
-            "End other programs on the GPU, or lower SPEECH_ENGINE__SLOTS or SPEECH_ENGINE__MEMORY_SHARE."
-        )
-        message = f"The GPU ran out of memory while the model was opened: {first_line(error)}."
-        raise SynthesisError(ErrorCode.SYNTH_OOM, message, advice) from error
+        raise SynthesisError(
+            ErrorCode.SYNTH_OOM,
+            f"The GPU ran out of memory while the model was opened: {first_line(error)}.",
+            "End other programs on the GPU, or lower SPEECH_ENGINE__SLOTS or SPEECH_ENGINE__MEMORY_SHARE.",
+        ) from error
 
 
 def check_executor(
@@ -199,15 +202,21 @@ def check_executor(
     if graphs and not on_gpu:
         raise invalid(f"The {kind} executor needs a CUDA device.", f"{eager}.")
     if reproducible and on_gpu and kind in ("eager", "megakernel"):
-        advice = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
-        raise invalid(f"The {kind} executor is not reproducible on a GPU.", advice)
+        raise invalid(
+            f"The {kind} executor is not reproducible on a GPU.",
+            "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE.",
+        )
     if on_gpu and kind != "eager" and (page_size > LARGEST_PAGE or page_size & (page_size - 1)):
-        message = f"The kernels of graphs need a page_size that is a power of two up to {LARGEST_PAGE}; page_size is {page_size}."
-        raise invalid(message, "Leave the option page_size out, or set it to 64.")
+        raise invalid(
+            f"The kernels of graphs need a page_size that is a power of two up to {LARGEST_PAGE}; page_size is {page_size}.",
+            "Leave the option page_size out, or set it to 64.",
+        )
     if on_gpu and (graphs or reproducible):
         if fault := _unsupported_heads(stacks):
-            advice = f"{eager}, and unset SPEECH_ENGINE__REPRODUCIBLE."
-            raise invalid(f"The graph executor cannot run this model. {fault}", advice)
+            raise invalid(
+                f"The graph executor cannot run this model. {fault}",
+                f"{eager}, and unset SPEECH_ENGINE__REPRODUCIBLE.",
+            )
         if fault := triton_fault():
             raise _no_graphs(fault)
 
@@ -359,9 +368,11 @@ class NativeModelOptions(ModelOptions):
             # Raises `ConfigError` if the slots would not fit into an unused GPU either, whose memory CUDA
             # itself uses in part.
             planned(_budget(total - LIBRARY_BYTES, total, self.memory_share))
-            message = f"Another program fills the GPU: {gib(free)} of its {gib(total)} are free, too little for this engine."
-            advice = "End that program (`nvidia-smi` shows it), use another GPU, or lower SPEECH_ENGINE__SLOTS if that is set."
-            raise SynthesisError(ErrorCode.SYNTH_OOM, message, advice) from error
+            raise SynthesisError(
+                ErrorCode.SYNTH_OOM,
+                f"Another program fills the GPU: {gib(free)} of its {gib(total)} are free, too little for this engine.",
+                "End that program (`nvidia-smi` shows it), use another GPU, or lower SPEECH_ENGINE__SLOTS if that is set.",
+            ) from error
         many = plan.slots > BUCKETS[-1]
         return replace(
             plan,
@@ -377,9 +388,10 @@ class NativeModelOptions(ModelOptions):
         """The maximum positions of an utterance, up to the model's `max_positions`; `context`: the default."""
         found = min(self.context(context), max_positions)
         if found < _MIN_CONTEXT:
-            message = f"A context of {found} positions is too short for a prompt and a second of speech."
-            advice = f"Set SPEECH_ENGINE__MAX_CONTEXT to {_MIN_CONTEXT} or more, or unset it."
-            raise invalid(message, advice)
+            raise invalid(
+                f"A context of {found} positions is too short for a prompt and a second of speech.",
+                f"Set SPEECH_ENGINE__MAX_CONTEXT to {_MIN_CONTEXT} or more, or unset it.",
+            )
         return found
 
     def waiting(self, device: torch.device, slots: int) -> int:

@@ -325,8 +325,8 @@ class Scheduler:
         self.kv = kv
         self.prefixes = PrefixCache(kv)
         #: Whole utterances and streams without a slot.
-        self.waiting: deque[Utterance] = deque()
-        self.waiting_streams: deque[Utterance] = deque()
+        self.waiting = deque[Utterance]()
+        self.waiting_streams = deque[Utterance]()
         self.running: list[Utterance] = []
         #: Number of utterances in `waiting` that were preempted.
         self.preempted = 0

@@ -31,7 +31,6 @@ from pipelines.options import TokenModelOptions, read_model_options
 from pipelines.request import FloatArray, IntArray, Listener, SynthesisRequest
 from pipelines.results import (
     FinishedCodes,
-    Meta,
     Receiver,
     RequestInfo,
     SpeechPipeline,
@@ -280,7 +279,7 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         info = host.info
         self._context = info.max_context
         self.frame_samples = config.codec.samples_per_frame
-        self._meta: Meta = {"engine": info.engine, "dtype": info.dtype}
+        self._meta = {"engine": info.engine, "dtype": info.dtype}
         if codec.decoder is not None:
             self._meta["codec_dtype"] = type_name(codec.decoder.dtype)
         if info.engine == "native":
@@ -292,8 +291,10 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         a request that this model cannot serve."""
         task = speech_task(request.messages, request.generation, self.capabilities, request.seed)
         if request.generation.repetition_penalty not in (None, 1.0):
-            message = "This model has no repetition penalty: its sampling always avoids repetitions."
-            raise unsupported(message, "Remove `repetition_penalty`.")
+            raise unsupported(
+                "This model has no repetition penalty: its sampling always avoids repetitions.",
+                "Remove `repetition_penalty`.",
+            )
         defaults, context = self.config.sampling, self._context
         texts = groups(clean(task.text), defaults.chunk_bytes, defaults.chunk_turns)
         words = [len(self.vocabulary.spoken(text)) for text in texts]

@@ -88,9 +88,11 @@ def clean(text: str) -> str:
     text = _OLD_SPEAKER.sub(r"<|speaker:\1|>", text)
     for name in _MARK.findall(_SPAN.sub("", text)):
         if name in PHONEMES:
-            message = "A phoneme span of the text is not closed, not opened, or contains another mark."
-            advice = "Write <|phoneme_start|>...<|phoneme_end|> around the phonemes."
-            raise InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, advice)
+            raise InputError(
+                ErrorCode.INPUT_UNPRONOUNCEABLE,
+                "A phoneme span of the text is not closed, not opened, or contains another mark.",
+                "Write <|phoneme_start|>...<|phoneme_end|> around the phonemes.",
+            )
         if _SPEAKER.fullmatch(name) is None:
             raise control_token(name)
     return text
@@ -103,9 +105,10 @@ def clean_reference(text: str) -> str:
     try:
         turns(text)
     except InputError as error:
-        advice = "Write the words of the recording in `generation.reference_text`."
         raise InputError(
-            ErrorCode.INPUT_REFERENCE_TEXT, "A speaker tag of `reference_text` has no words.", advice
+            ErrorCode.INPUT_REFERENCE_TEXT,
+            "A speaker tag of `reference_text` has no words.",
+            "Write the words of the recording in `generation.reference_text`.",
         ) from error
     return text
 
@@ -163,7 +166,7 @@ class Conversation:
         """Raises `InputError` (`input.unpronounceable`) for a reference text that contains a control token."""
         self._vocabulary = vocabulary
         self._ids: list[int] = []
-        self._codes: list[IntArray] = [np.zeros((0, codebooks), np.int64)]
+        self._codes = [np.zeros((0, codebooks), np.int64)]
         self._add(_SYSTEM)
         if references:
             self._add(_CLONING)

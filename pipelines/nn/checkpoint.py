@@ -109,8 +109,9 @@ class TensorTable(TensorSource):
             raise bad_checkpoint(f"Tensor {name} is missing from {self.place}.")
         tensor = self._read(name)
         if tuple(tensor.shape) != tuple(shape):
-            message = f"Tensor {name} has shape {list(tensor.shape)}, but the config asks for {list(shape)}."
-            raise bad_checkpoint(message)
+            raise bad_checkpoint(
+                f"Tensor {name} has shape {list(tensor.shape)}, but the config asks for {list(shape)}."
+            )
         self._left.discard(name)
         plain = tensor.is_floating_point() and tensor.element_size() > 1
         if dtype is not None and dtype.is_floating_point and not plain:
@@ -357,9 +358,10 @@ def open_device(name: str | None, threads: int | None = None) -> torch.device:
         raise invalid(f"There is no device {name!r}.", "Name cpu, cuda or cuda:N.") from error
     index, count = device.index or 0, torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and index >= count:
-        message = f"There is no GPU {index}; this process sees {count}."
-        advice = "Name another device, such as cpu or cuda:0, or run `nightjar doctor`."
-        raise invalid(message, advice)
+        raise invalid(
+            f"There is no GPU {index}; this process sees {count}.",
+            "Name another device, such as cpu or cuda:0, or run `nightjar doctor`.",
+        )
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
     if device.type == "cpu" or threads:
@@ -383,9 +385,10 @@ def _best_device() -> str:
             "NVIDIA's driver is installed, but PyTorch finds no GPU: the model runs on the CPU. `nightjar doctor` says why."
         )
         return "cpu"
-    message = f"PyTorch does not find the GPU that this process was given ({VISIBLE}={given})."
     raise EngineCrashError(
-        ErrorCode.WORKER_CRASH, message, f"See `nvidia-smi`. To work on the CPU, set {VISIBLE} to nothing."
+        ErrorCode.WORKER_CRASH,
+        f"PyTorch does not find the GPU that this process was given ({VISIBLE}={given}).",
+        f"See `nvidia-smi`. To work on the CPU, set {VISIBLE} to nothing.",
     )
 
 

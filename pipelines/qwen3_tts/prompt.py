@@ -155,8 +155,9 @@ class TextTokenizer:
         try:
             return cls(_from_vocabulary(folder))
         except Exception as error:
-            message = f"{folder / 'vocab.json'} cannot be read as a tokenizer: {error}."
-            raise bad_checkpoint(message) from error
+            raise bad_checkpoint(
+                f"{folder / 'vocab.json'} cannot be read as a tokenizer: {error}."
+            ) from error
 
     @property
     def vocabulary(self) -> int:
@@ -242,8 +243,10 @@ class Frontend:
         self._capabilities = capabilities(config)
         self.tokenizer = TextTokenizer.from_folder(folder)
         if self.tokenizer.vocabulary > config.text_vocab:
-            message = f"{folder}: the tokenizer has {self.tokenizer.vocabulary} ids, but text_vocab_size is {config.text_vocab}."
-            raise bad_checkpoint(message, "Download the checkpoint again, with its own tokenizer.")
+            raise bad_checkpoint(
+                f"{folder}: the tokenizer has {self.tokenizer.vocabulary} ids, but text_vocab_size is {config.text_vocab}.",
+                "Download the checkpoint again, with its own tokenizer.",
+            )
 
     def prepare(self, request: SynthesisRequest) -> tuple[PreparedRequest, TextPieces | None]:
         """Prepares a request; see `pipelines.request.Frontend`. Raises `InputError` for a request that this
@@ -310,10 +313,11 @@ class OpenTokens:
         """
         joined = (self._text + text).lstrip()
         if len(joined) > self._max_characters:
-            message = (
-                f"The text has {len(joined)} characters; this model takes at most {self._max_characters}."
+            raise InputError(
+                ErrorCode.INPUT_TOO_LONG,
+                f"The text has {len(joined)} characters; this model takes at most {self._max_characters}.",
+                "Begin another utterance.",
             )
-            raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Begin another utterance.")
         self._text = joined
         whole = joined.rstrip() if final else joined
         end = len(whole) if final else self._tokenizer.certain(whole)

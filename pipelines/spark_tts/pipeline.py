@@ -20,7 +20,6 @@ from pipelines.options import CONTEXT, TokenModelOptions, read_model_options
 from pipelines.request import IntArray, Listener, SynthesisRequest
 from pipelines.results import (
     FinishedCodes,
-    Meta,
     RequestInfo,
     SpeechPipeline,
     StageDecoder,
@@ -220,7 +219,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         self._keep_unfinished = keep_unfinished
         info, native = host.info, host.info.engine == "native"
         self._context = info.max_context
-        self._meta: Meta = {"engine": info.engine, **({"executor": info.executor} if native else {})}
+        self._meta = {"engine": info.engine, **({"executor": info.executor} if native else {})}
         self._meta["dtype"] = info.dtype
         if parts.codec is not None:
             self._meta["codec_dtype"] = type_name(parts.codec.dtype)
@@ -258,8 +257,10 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         if not task.reference_audio:
             return creation_prompt(vocabulary, task.text, task.voice or DEFAULT_VOICE), None
         if task.voice is not None:
-            message = f"The line has both reference audio and the created voice {task.voice!r}."
-            raise unsupported(message, "Remove one of them.")
+            raise unsupported(
+                f"The line has both reference audio and the created voice {task.voice!r}.",
+                "Remove one of them.",
+            )
         reference = self.parts.references.prepare(task.recording, with_semantic=bool(task.reference_text))
         prompt = clone_prompt(vocabulary, task.text, reference.voice, task.reference_text, reference.semantic)
         return prompt, reference.voice

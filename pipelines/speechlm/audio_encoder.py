@@ -92,8 +92,11 @@ def check_length(samples: int) -> None:
             "Give at least 25 ms of audio.",
         )
     if samples > TOWER_SECONDS * SAMPLE_RATE:
-        message = f"The audio is {samples / SAMPLE_RATE:.1f} s long; the maximum of this model is {TOWER_SECONDS} s."
-        raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Split it into several audio messages.")
+        raise InputError(
+            ErrorCode.INPUT_TOO_LONG,
+            f"The audio is {samples / SAMPLE_RATE:.1f} s long; the maximum of this model is {TOWER_SECONDS} s.",
+            "Split it into several audio messages.",
+        )
 
 
 def feature_count(frames: int, n_window: int) -> int:

@@ -21,7 +21,7 @@ from pipelines.errors import ErrorCode, InputError, NightjarError, NoAudioError,
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
 from pipelines.options import TokenModelOptions, read_options
 from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
-from pipelines.request import AudioChunk, Generation, IntArray, Message, Mode, Speech, SynthesisRequest
+from pipelines.request import AudioChunk, Generation, IntArray, Message, Speech, SynthesisRequest
 from pipelines.results import FinishedCodes, RequestInfo, SpeechPipeline, StageDecoder, Utterance
 from pipelines.speechlm.audio_encoder import SAMPLE_RATE, AudioEncoder, load_tower
 from pipelines.speechlm.codec import Xcodec, XcodecDecoder, frame_samples, load_codec
@@ -51,7 +51,7 @@ _REDOS = 3
 #: Numbers for the unique names of guidance pairs.
 _pairs = itertools.count()
 #: Default maximum steps of an answer, as in the published clients.
-_STEPS: dict[Mode, int] = {"text_only": 4096, "text_audio": 12_000}
+_STEPS = {"text_only": 4096, "text_audio": 12_000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +157,11 @@ class SpeechLmUtterance(Utterance):
         if ended and tokens.ids[-1] == self._info.config.specials.pad:
             self._redone += 1
             if self._redone > _REDOS:
-                message = f"The guidance pair broke {self._redone} times."
-                advice = "Open the model with more memory for its KV cache, or fewer slots."
-                raise SynthesisError(ErrorCode.SYNTH_ENGINE, message, advice)
+                raise SynthesisError(
+                    ErrorCode.SYNTH_ENGINE,
+                    f"The guidance pair broke {self._redone} times.",
+                    "Open the model with more memory for its KV cache, or fewer slots.",
+                )
             self._request_audio()
             return
         self._deliver([*self._before, *tokens.ids], tokens.codes, ended)
@@ -176,8 +178,12 @@ class SpeechLmUtterance(Utterance):
             self.done(Speech(NO_SAMPLES, info.sample_rate, info.text, text, meta))
             return
         if not len(frames):
-            message = f"{_no_audio_reason(answer)} It wrote: {text[:_QUOTED]!r}."
-            raise NoAudioError(message, "Try another seed, or a prompt that asks for audio.", text, meta)
+            raise NoAudioError(
+                f"{_no_audio_reason(answer)} It wrote: {text[:_QUOTED]!r}.",
+                "Try another seed, or a prompt that asks for audio.",
+                text,
+                meta,
+            )
         info.check_end(finish, len(frames))
         self.decode(FinishedCodes(frames, finish, text_out=text))
 

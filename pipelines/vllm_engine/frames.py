@@ -89,7 +89,7 @@ class FrameState(DefaultModelState):
         self._slots: dict[str, int] = {}
         self._starts = np.zeros(slots, dtype=np.int64)
         self._ends = np.zeros(slots, dtype=np.int64)
-        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+        self._kept = OrderedDict[str, Tensor]()
 
     def admit(self, slot: int, prompt: list[int], written: int, sampling: Any) -> None:
         """Initializes a slot for a request, also after a preemption. `prompt`: its ids; `written`: number of its

@@ -77,8 +77,10 @@ class ModelSpec:
         Raises `ConfigError` (`config.invalid`) for the reproducible mode.
         """
         if options.reproducible:
-            advice = "Unset SPEECH_ENGINE__REPRODUCIBLE for models of this engine."
-            raise invalid("The engine vllm has no reproducible mode.", advice)
+            raise invalid(
+                "The engine vllm has no reproducible mode.",
+                "Unset SPEECH_ENGINE__REPRODUCIBLE for models of this engine.",
+            )
         context = options.context(self.context)
         share = self.memory_share if options.memory_share is None else options.memory_share
         return share, min(context, self.max_positions or context)
