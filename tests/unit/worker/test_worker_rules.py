@@ -125,7 +125,8 @@ def test_a_result_whose_lease_is_lost_is_not_stored(rig: Rig) -> None:
     draw.request = request
     answers: list[Answer] = []
     settle = lambda _, answer: answers.append(answer)  # noqa: E731
-    shard: Any = SimpleNamespace(held=held, store=rig.store, packs=None, settle=settle, abandoned=False)
+    about: dict[str, Any] = {"packs": None, "codec": None, "abandoned": False}
+    shard: Any = SimpleNamespace(held=held, store=rig.store, settle=settle, **about)
     rig.writer.work(shard, draw, Speech(sine("text", 1), SAMPLE_RATE))
     wait_for(lambda: answers)
     assert isinstance(answers[0], LeaseGoneError)
