@@ -1,7 +1,9 @@
-"""Encodes recordings in batches, with the same result for a recording in any batch."""
+"""Encodes recordings in batches, with the same result for a recording in any batch, and filters of their
+spectra."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +27,21 @@ def rounded(length: int) -> int:
     """The bucket of a length: at most a quarter above it, so that there are few."""
     step = 1 << max(length.bit_length() - 3, 0)
     return -(-length // step) * step
+
+
+def mel_filters(bins: int, bands: int, lowest: float, highest: float, sample_rate: int) -> Tensor:
+    """Triangular filters of equal area on Slaney's mel scale (Auditory Toolbox, 1998), between two frequencies in
+    Hz: float32 [bins, bands]."""
+    step = math.log(6.4) / 27
+
+    def mels(hz: float) -> float:
+        return 3 * hz / 200 if hz < 1000 else 15 + math.log(hz / 1000) / step
+
+    places = np.linspace(mels(lowest), mels(highest), bands + 2)
+    hz = np.where(places < 15, 200 * places / 3, 1000 * np.exp(step * (places - 15)))
+    slopes, widths = hz - np.linspace(0, sample_rate // 2, bins)[:, None], np.diff(hz)
+    filters = np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]).clip(min=0)
+    return torch.from_numpy(filters * (2 / (hz[2:] - hz[:-2]))).float()
 
 
 class Encoding(NamedTuple):

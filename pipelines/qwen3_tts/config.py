@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pipelines.nn.config_keys import (
     BaseSamplingDefaults,
@@ -241,12 +241,41 @@ class CodecDecoderConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CodecEncoderConfig:
+    """`encoder_config`: the keys of transformers' `MimiConfig` that inference uses, and its defaults."""
+
+    hidden_size: Size = 512
+    num_filters: Size = 64
+    num_residual_layers: Size = 1
+    upsampling_ratios: Sizes = (8, 6, 5, 4)
+    kernel_size: Size = 7
+    last_kernel_size: Size = 3
+    residual_kernel_size: Size = 3
+    dilation_growth_rate: Size = 2
+    compress: Size = 2
+    codebook_size: Size = 2048
+    codebook_dim: Size = 256
+    num_quantizers: Size = 32
+    num_semantic_quantizers: Size = 1
+    num_hidden_layers: Size = 8
+    intermediate_size: Size = 2048
+    num_attention_heads: Size = 8
+    head_dim: Size = 64
+    norm_eps: Positive = 1e-5
+    rope_theta: Positive = 10_000.0
+
+    @property
+    def heads_size(self) -> int:
+        """The width of all heads."""
+        return self.num_attention_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class CodecConfig:
     """`speech_tokenizer/config.json`: both halves of the codec and the rates between samples and frames."""
 
     decoder: CodecDecoderConfig
-    #: The keys of a `MimiConfig`, which has defaults for those that are absent.
-    encoder: Annotated[dict[str, Any], "encoder_config"]
+    encoder: Annotated[CodecEncoderConfig, "encoder_config"]
     encoder_valid_num_quantizers: Size
     input_sample_rate: Size
     output_sample_rate: Size
@@ -260,17 +289,19 @@ class CodecConfig:
         keys = Keys.read(folder / "config.json")
         keys.expect(model_type=TOKENIZER)
         encoder = keys.section("encoder_config")
-        encoder.expect(use_causal_conv=True, audio_channels=1, pad_mode="constant")
+        encoder.expect(
+            use_causal_conv=True, audio_channels=1, pad_mode="constant", hidden_act="gelu", attention_bias=False,
+            use_conv_shortcut=False,
+        )  # fmt: skip
         decoder = CodecDecoderConfig.read(keys.section("decoder_config"))
         config = keys.take(cls, decoder=decoder)
         keys.require(
             decoder.samples_per_frame == config.decode_upsample_rate,
             f"decode_upsample_rate is {config.decode_upsample_rate}, but the upsampling factors make {decoder.samples_per_frame}",
         )
-        fits = config.encoder_valid_num_quantizers <= encoder.value("num_quantizers", Size, 32)
+        fits = config.encoder_valid_num_quantizers <= config.encoder.num_quantizers
         keys.require(fits, "encoder_valid_num_quantizers exceeds the encoder's num_quantizers")
-        frame_rate = config.input_sample_rate / config.encode_downsample_rate
-        return replace(config, encoder={"frame_rate": frame_rate} | config.encoder)
+        return config
 
 
 def describe(folder: Path) -> ModelCard:

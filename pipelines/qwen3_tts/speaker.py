@@ -1,35 +1,36 @@
 """Voices of the Base checkpoints: encodes a recording to a vector of the talker's width and, to clone in
-context, to codes. Both encoders are networks of transformers, which take seconds to import."""
+context, to codes. The networks are those of transformers, which takes seconds to import."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn.functional import conv1d, elu_, pad
-from transformers.audio_utils import mel_filter_bank
-from transformers.models.mimi.configuration_mimi import MimiConfig
-from transformers.models.mimi.modeling_mimi import (
-    MimiConv1d,
-    MimiEncoder,
-    MimiResnetBlock,
-    MimiSplitResidualVectorQuantizer,
-    MimiTransformerModel,
+from torch import Tensor
+from torch.nn.functional import (
+    conv1d,
+    elu_,
+    embedding,
+    gelu,
+    layer_norm,
+    linear,
+    pad,
+    scaled_dot_product_attention,
 )
-from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import ECAPA_TimeDelayNet
 
-from pipelines.codec.encoding import EXACT, BatchEncoder, Encoding
+from pipelines.codec.blocks import rotate
+from pipelines.codec.encoding import EXACT, BatchEncoder, Encoding, mel_filters
 from pipelines.codec.states import CodecState
-from pipelines.nn.checkpoint import Checkpoint, TensorSource, device_name, fill_module, type_name
-from pipelines.qwen3_tts.codec import Codec
-from pipelines.qwen3_tts.config import CodecConfig, Qwen3TTSConfig, SpeakerEncoderConfig
+from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource, device_name, type_name
+from pipelines.qwen3_tts.codec import USAGE_FLOOR, Codec
+from pipelines.qwen3_tts.config import CodecConfig, CodecEncoderConfig, Qwen3TTSConfig, SpeakerEncoderConfig
 from pipelines.recording import KEPT_BYTES, Recording, RecordingCache, RecordingFiles
 from pipelines.request import IntArray
 
@@ -45,12 +46,9 @@ _CPU = torch.device("cpu")
 
 @lru_cache(maxsize=4)
 def mel_bands(bands: int, sample_rate: int, device: torch.device = _CPU) -> Tensor:
-    """Triangular filters of equal area on Slaney's mel scale (Auditory Toolbox, 1998): float32 [bands, n_fft //
-    2 + 1]."""
-    filters = mel_filter_bank(
-        N_FFT // 2 + 1, bands, FMIN_HZ, FMAX_HZ, sample_rate, norm="slaney", mel_scale="slaney"
-    )
-    return torch.from_numpy(filters).float().T.contiguous().to(device)
+    """The filters of `log_mel`: float32 [bands, n_fft // 2 + 1]."""
+    filters = mel_filters(N_FFT // 2 + 1, bands, FMIN_HZ, FMAX_HZ, sample_rate)
+    return filters.T.contiguous().to(device)
 
 
 def reflected(x: Tensor, lengths: Tensor, left: int, right: int) -> Tensor:
@@ -90,7 +88,32 @@ _PADDED_SECONDS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 22, 32, 60)
 _BATCH_SECONDS, _BATCH_ROWS = 60, 4
 
 
-class SpeakerEncoder(ECAPA_TimeDelayNet):
+class Conv(NamedTuple):
+    """A convolution over time."""
+
+    #: [out, in, kernel].
+    weight: Tensor
+    bias: Tensor | None = None
+    stride: int = 1
+    dilation: int = 1
+
+    @classmethod
+    def load(
+        cls, load: Loader, out: int, into: int, kernel: int = 1, stride: int = 1, dilation: int = 1
+    ) -> Conv:
+        return cls(load("weight", out, into, kernel), load("bias", out), stride, dilation)
+
+    @property
+    def left(self) -> int:
+        """The steps before its input that it reads, if it is causal."""
+        return (self.weight.shape[2] - 1) * self.dilation + 1 - self.stride
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [B, in, T] -> [B, out, (T - 1 - (kernel - 1) * dilation) // stride + 1]."""
+        return conv1d(x, self.weight, self.bias, self.stride, dilation=self.dilation)
+
+
+class SpeakerEncoder:
     """ECAPA-TDNN over log-mel frames, with attentive statistics pooling.
 
     Takes the tensors `speaker_encoder.*` of the main checkpoint from `source`.
@@ -103,12 +126,33 @@ class SpeakerEncoder(ECAPA_TimeDelayNet):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        with torch.device("meta"):
-            super().__init__(config)  # pyright: ignore[reportArgumentType]  # it has the keys that are read
         self.config = config
         self.device = torch.device(device)
         self.dtype = dtype
-        fill_module(self, source, PREFIX, self.device, dtype)
+        load = Loader(source, PREFIX, dtype, self.device)
+        scale, inner = config.enc_res2net_scale, config.enc_se_channels
+        first, *middle, last = zip(config.enc_channels, config.enc_kernel_sizes, config.enc_dilations)
+
+        def conv(name: str, out: int, into: int, kernel: int = 1, dilation: int = 1) -> Conv:
+            return Conv.load(load.at(f"{name}."), out, into, kernel, 1, dilation)
+
+        self._first = conv("blocks.0.conv", first[0], config.mel_dim, *first[1:])
+        #: Of each block: the convolutions around and in its Res2Net, and those of its squeeze and excitation.
+        self._blocks: list[tuple[Conv, list[Conv], Conv, Conv, Conv]] = []
+        into = first[0]
+        for number, (out, *sizes) in enumerate(middle, 1):
+            at = f"blocks.{number}."
+            part = out // scale
+            parts = [conv(f"{at}res2net_block.blocks.{i}.conv", part, part, *sizes) for i in range(scale - 1)]
+            around = conv(f"{at}tdnn1.conv", out, into), parts, conv(f"{at}tdnn2.conv", out, out)
+            gate = conv(f"{at}se_block.conv1", inner, out), conv(f"{at}se_block.conv2", out, inner)
+            self._blocks.append((*around, *gate))
+            into = out
+        wide, attention = last[0], config.enc_attention_channels
+        self._mfa = conv("mfa.conv", wide, wide, *last[1:])
+        self._tdnn = conv("asp.tdnn.conv", attention, 3 * wide)
+        self._scores = conv("asp.conv", wide, attention)
+        self._fc = conv("fc", config.enc_dim, 2 * wide)
 
     @torch.inference_mode()
     @EXACT
@@ -121,26 +165,23 @@ class SpeakerEncoder(ECAPA_TimeDelayNet):
         samples, lengths = _rows(samples, lengths, self.device)
         mel, frames = log_mel(samples, lengths, self.config.sample_rate, self.config.mel_dim)
         mel = mel.to(self.dtype)
-        # The forward pass of transformers, for rows of different lengths.
         inside = (torch.arange(mel.shape[2], device=mel.device) < frames[:, None])[:, None]
-        blocks: list[Any] = [*self.blocks]
-        x, found = _delayed(blocks[0], mel, frames), []
-        for block in blocks[1:]:
-            parts = _delayed(block.tdnn1, x, frames).chunk(block.res2net_block.scale, dim=1)
+        x, found = _delayed(self._first, mel, frames), []
+        for before, inner, after, squeeze, excite in self._blocks:
+            parts = _delayed(before, x, frames).chunk(len(inner) + 1, dim=1)
             made = [parts[0]]
-            for inner, part in zip(block.res2net_block.blocks, parts[1:]):
-                made.append(_delayed(inner, part if len(made) == 1 else part + made[-1], frames))
-            hidden = _delayed(block.tdnn2, torch.cat(made, dim=1), frames)
+            for conv, part in zip(inner, parts[1:]):
+                made.append(_delayed(conv, part if len(made) == 1 else part + made[-1], frames))
+            hidden = _delayed(after, torch.cat(made, dim=1), frames)
             mean = (hidden * inside).sum(2, keepdim=True, dtype=torch.float32) / frames[:, None, None]
-            gate = block.se_block.conv2(block.se_block.conv1(mean.to(hidden.dtype)).relu()).sigmoid()
-            x = hidden * gate + x
+            x = hidden * excite(squeeze(mean.to(hidden.dtype)).relu()).sigmoid() + x
             found.append(x)
-        x = _delayed(self.mfa, torch.cat(found, dim=1), frames)
+        x = _delayed(self._mfa, torch.cat(found, dim=1), frames)
         mean, deviation = _statistics(x, (inside / frames[:, None, None]).to(x.dtype))
         around = torch.cat((x, mean.expand_as(x), deviation.expand_as(x)), dim=1)
-        scores = self.asp.conv(_delayed(self.asp.tdnn, around, frames).tanh())
+        scores = self._scores(_delayed(self._tdnn, around, frames).tanh())
         shares = scores.masked_fill(~inside, -torch.inf).softmax(dim=2)
-        return self.fc(torch.cat(_statistics(x, shares), dim=1)).squeeze(2)
+        return self._fc(torch.cat(_statistics(x, shares), dim=1)).squeeze(2)
 
 
 def _rows(samples: Tensor, lengths: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -151,11 +192,10 @@ def _rows(samples: Tensor, lengths: Tensor | None, device: torch.device) -> tupl
     return samples, lengths
 
 
-def _delayed(block: Any, x: Tensor, frames: Tensor) -> Tensor:
-    """A TimeDelayNetBlock, whose convolution reflects each row at its own ends."""
-    reach = block.conv.dilation[0] * (block.conv.kernel_size[0] - 1)
-    x = reflected(x, frames, reach // 2, reach - reach // 2) if reach else x
-    return conv1d(x, block.conv.weight, block.conv.bias, dilation=block.conv.dilation).relu()
+def _delayed(conv: Conv, x: Tensor, frames: Tensor) -> Tensor:
+    """The ReLU of a convolution that reflects each row at its own ends."""
+    reach = conv.dilation * (conv.weight.shape[2] - 1)
+    return conv(reflected(x, frames, reach // 2, reach - reach // 2) if reach else x).relu()
 
 
 def _statistics(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,33 +205,108 @@ def _statistics(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return mean, square.clamp(min=STATISTICS_FLOOR).sqrt()
 
 
-#: The reference (transformers 4.57) attends to the whole past: it does not apply the config's sliding_window.
-_WHOLE_PAST = 1 << 30
+class EncoderLayer(NamedTuple):
+    """A layer of the codec encoder's transformer. Norms: weight and bias."""
+
+    norm1: tuple[Tensor, Tensor]
+    #: The projections to queries, keys and values.
+    qkv: list[Tensor]
+    out: Tensor
+    scale1: Tensor
+    norm2: tuple[Tensor, Tensor]
+    up: Tensor
+    down: Tensor
+    scale2: Tensor
+
+    @classmethod
+    def load(cls, load: Loader, sizes: CodecEncoderConfig) -> EncoderLayer:
+        width, inner, heads = sizes.hidden_size, sizes.intermediate_size, sizes.heads_size
+        norms = [
+            (load(f"{name}_layernorm.weight", width), load(f"{name}_layernorm.bias", width))
+            for name in ("input", "post_attention")
+        ]
+        return cls(
+            norm1=norms[0],
+            qkv=[load(f"self_attn.{name}_proj.weight", heads, width) for name in "qkv"],
+            out=load("self_attn.o_proj.weight", width, heads),
+            scale1=load("self_attn_layer_scale.scale", width),
+            norm2=norms[1],
+            up=load("mlp.fc1.weight", inner, width),
+            down=load("mlp.fc2.weight", width, inner),
+            scale2=load("mlp_layer_scale.scale", width),
+        )
+
+    def __call__(self, x: Tensor, turns: tuple[Tensor, Tensor], sizes: CodecEncoderConfig) -> Tensor:
+        """x: [B, T, hidden] -> [B, T, hidden]; turns: cosines and sines, [T, head_dim] each."""
+        normed = layer_norm(x, x.shape[2:], *self.norm1, eps=sizes.norm_eps)
+        split = -1, sizes.head_dim
+        query, key, value = (linear(normed, one).unflatten(2, split).transpose(1, 2) for one in self.qkv)
+        # As in the reference (transformers 4.57), to the whole past: the config's sliding_window is not applied.
+        attended = scaled_dot_product_attention(
+            rotate(query, *turns), rotate(key, *turns), value, is_causal=x.shape[1] > 1
+        )
+        x = x + self.scale1 * linear(attended.transpose(1, 2).flatten(2), self.out)
+        normed = layer_norm(x, x.shape[2:], *self.norm2, eps=sizes.norm_eps)
+        return x + self.scale2 * linear(gelu(linear(normed, self.up)), self.down)
 
 
-class CodecEncoder(nn.Module):
-    """Turns mono audio into codes, `encode_downsample_rate` samples for each frame: the encoder of
-    transformers' Mimi (Kyutai). Runs in float32, because a rounding error can change a code."""
+class Quantizer(NamedTuple):
+    """A residual vector quantizer (Zeghidour et al., 2021)."""
+
+    entry: Conv
+    #: A codebook for each step: [codes, width].
+    books: list[Tensor]
+
+    @classmethod
+    def load(cls, load: Loader, sizes: CodecEncoderConfig, books: int) -> Quantizer:
+        width, codes, made = sizes.codebook_dim, sizes.codebook_size, []
+        for number in range(books):
+            book = load.at(f"layers.{number}.codebook.")
+            book("initialized", 1)  # in the file, but only training uses it
+            usage = book("cluster_usage", codes).clamp(min=USAGE_FLOOR)
+            made.append(book("embed_sum", codes, width) / usage[:, None])
+        load("output_proj.weight", sizes.hidden_size, width, 1)  # only decoding uses it
+        return cls(Conv(load("input_proj.weight", width, sizes.hidden_size, 1)), made)
+
+    def __call__(self, x: Tensor, count: int) -> list[Tensor]:
+        """The codes of the first codebooks: x [B, hidden, T] -> int64 [B, T] each."""
+        x, made = self.entry(x).transpose(1, 2), []
+        for book in self.books[:count]:
+            codes = torch.cdist(x.flatten(0, 1)[None], book[None])[0].argmin(1).view(x.shape[:2])
+            x = x - embedding(codes, book)
+            made.append(codes)
+        return made
+
+
+class CodecEncoder:
+    """Turns mono audio into codes, `encode_downsample_rate` samples for each frame: the encoder of Mimi (Kyutai)
+    as in transformers. Runs in float32, because a rounding error can change a code."""
 
     def __init__(self, config: CodecConfig, source: TensorSource, device: torch.device | str = "cpu") -> None:
-        super().__init__()
-        chosen: dict[str, Any] = {"sliding_window": _WHOLE_PAST, "attn_implementation": "sdpa"}
-        sizes = MimiConfig(**config.encoder | chosen)
+        sizes = self._sizes = config.encoder
         self.device = torch.device(device)
         self.sample_rate = config.input_sample_rate
         self.samples_per_frame = config.encode_downsample_rate
         self.codebooks = config.encoder_valid_num_quantizers
         self.codebook_size = sizes.codebook_size
-        kernel = 2 * int(sizes.encodec_frame_rate / sizes.frame_rate)
-        self.encoder, self.encoder_transformer = MimiEncoder(sizes), MimiTransformerModel(sizes)
-        self.downsample = MimiConv1d(
-            sizes, sizes.hidden_size, sizes.hidden_size, kernel, 2, bias=False, pad_mode="replicate"
-        )
-        self.quantizer = MimiSplitResidualVectorQuantizer(sizes)
+        load = Loader(source, "encoder.", torch.float32, self.device)
+        self._layers = _encoder_layers(load.at("encoder.layers."), sizes)
         #: The number of layers up to the second convolution with a stride.
-        self._first = 1 + 2 * (sizes.num_residual_layers + 2)
-        fill_module(self, source, "encoder.", self.device)
-        self.to(self.device)
+        self._first = 1 + 2 * (sizes.num_residual_layers + 1)
+        inside = load.at("encoder_transformer.layers.")
+        self._transformer = [
+            EncoderLayer.load(inside.at(f"{i}."), sizes) for i in range(sizes.num_hidden_layers)
+        ]
+        stride = self.samples_per_frame // math.prod(sizes.upsampling_ratios)
+        width = sizes.hidden_size
+        self._downsample = Conv(load("downsample.conv.weight", width, width, 2 * stride), stride=stride)
+        semantic = sizes.num_semantic_quantizers
+        self._quantizers = [
+            Quantizer.load(load.at(f"quantizer.{name}_residual_vector_quantizer."), sizes, books)
+            for name, books in (("semantic", semantic), ("acoustic", sizes.num_quantizers - semantic))
+        ]
+        exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.float32) / sizes.head_dim
+        self._frequencies = (1.0 / sizes.rope_theta**exponents).to(self.device)
 
     @torch.inference_mode()
     @EXACT
@@ -206,53 +321,76 @@ class CodecEncoder(nn.Module):
         samples, lengths = _rows(samples, lengths, self.device)
         x = pad(samples, (0, -samples.shape[1] % self.samples_per_frame))[:, None]
         # The first levels of each row alone, since they take almost all memory.
-        first, rest = self.encoder.layers[: self._first], self.encoder.layers[self._first :]
-        alone = [self._convolved(row, length, first) for row, length in zip(x.split(1), lengths.split(1))]
+        first, rest = self._layers[: self._first], self._layers[self._first :]
+        alone = [_convolved(row, length, first) for row, length in zip(x.split(1), lengths.split(1))]
         x, ends = (torch.cat(parts) for parts in zip(*alone))
         x, ends = pad(x, (0, 0, 0, 0, 0, max(rows - count, 0))), pad(ends, (0, max(rows - count, 0)))
-        x, ends = self._convolved(x, ends, rest)
+        x, ends = _convolved(x, ends, rest)
         x = x.transpose(1, 2)
-        turns = self.encoder_transformer.rotary_emb(x, torch.arange(x.shape[1], device=x.device)[None])
-        for layer in self.encoder_transformer.layers:
-            x = layer(x, position_embeddings=turns)[0]
+        angles = torch.arange(x.shape[1], device=x.device)[:, None].float() * self._frequencies
+        angles = torch.cat((angles, angles), dim=1)
+        turns = angles.cos(), angles.sin()
+        for layer in self._transformer:
+            x = layer(x, turns, self._sizes)
         # The last convolution repeats a row's first and last step instead of zeros.
-        steps = torch.arange(-_left(self.downsample), x.shape[1], device=x.device)
+        steps = torch.arange(-self._downsample.left, x.shape[1], device=x.device)
         steps = steps.minimum(ends[:, None] - 1).clamp(min=0)[:, None]
         x = x.transpose(1, 2)
-        x = self.downsample.conv(x.gather(2, steps.expand(-1, x.shape[1], -1)))
-        return self.quantizer.encode(x, self.codebooks).permute(1, 2, 0)[:count].contiguous()
-
-    def _convolved(self, x: Tensor, ends: Tensor, layers: Iterable[Any]) -> tuple[Tensor, Tensor]:
-        """Runs layers of the encoder: x [B, C, T] and the steps of each row [B], before and after them.
-
-        The layers are causal, so only convolutions with a stride read what follows a row: zeros.
-        """
-        activate = False
-        for layer in layers:
-            if isinstance(layer, MimiResnetBlock):
-                wide, narrow = cast("Sequence[Any]", layer.block)[1::2]
-                hidden = narrow.conv(elu_(wide.conv(_padded(x, _left(wide), activate=True))))
-                x = hidden.add_(getattr(layer.shortcut, "conv", layer.shortcut)(x))
-            elif isinstance(layer, MimiConv1d):
-                left, stride = _left(layer), layer.conv.stride[0]
-                x = _padded(x, left, stride - 1, activate)
-                if stride > 1:
-                    after = ends[:, None, None] + torch.arange(left, left + stride - 1, device=x.device)
-                    x.scatter_(2, after.expand(-1, x.shape[1], -1), 0)
-                    ends = -(-ends // stride)
-                x, activate = layer.conv(x), False
-            else:
-                activate = True
-        return x, ends
+        x = self._downsample(x.gather(2, steps.expand(-1, x.shape[1], -1)))
+        semantic, acoustic = self._quantizers
+        codes = semantic(x, self.codebooks)
+        codes += acoustic(x, self.codebooks - len(codes))
+        return torch.stack(codes, dim=2)[:count].contiguous()
 
 
-def _left(layer: MimiConv1d) -> int:
-    """The steps before its input that a convolution reads."""
-    conv = layer.conv
-    return (conv.kernel_size[0] - 1) * conv.dilation[0] + 1 - conv.stride[0]
+#: A layer of the encoder: a convolution, or the wide and the narrow one of a residual block.
+Layer = Conv | tuple[Conv, Conv]
 
 
-def _padded(x: Tensor, left: int, right: int = 0, activate: bool = False) -> Tensor:
+def _encoder_layers(load: Loader, sizes: CodecEncoderConfig) -> list[Layer]:
+    width, place = sizes.num_filters, 1
+    layers: list[Layer] = [Conv.load(load.at("0.conv."), width, 1, sizes.kernel_size)]
+    for ratio in reversed(sizes.upsampling_ratios):
+        for number in range(sizes.num_residual_layers):
+            block, inner = load.at(f"{place}.block."), width // sizes.compress
+            wide = Conv.load(
+                block.at("1.conv."),
+                inner,
+                width,
+                sizes.residual_kernel_size,
+                dilation=sizes.dilation_growth_rate**number,
+            )
+            layers.append((wide, Conv.load(block.at("3.conv."), width, inner)))
+            place += 1
+        # An activation has a place of its own.
+        layers.append(Conv.load(load.at(f"{place + 1}.conv."), 2 * width, width, 2 * ratio, ratio))
+        width, place = 2 * width, place + 2
+    last = Conv.load(load.at(f"{place + 1}.conv."), sizes.hidden_size, width, sizes.last_kernel_size)
+    return [*layers, last]
+
+
+def _convolved(x: Tensor, ends: Tensor, layers: Iterable[Layer]) -> tuple[Tensor, Tensor]:
+    """Runs layers of the encoder: x [B, C, T] and the steps of each row [B], before and after them.
+
+    The layers are causal, so only convolutions with a stride read what follows a row: zeros.
+    """
+    for layer in layers:
+        if not isinstance(layer, Conv):
+            wide, narrow = layer
+            x = narrow(elu_(wide(_padded(x, wide.left)))).add_(x)
+            continue
+        left, stride = layer.left, layer.stride
+        # The first one reads the audio itself.
+        x = _padded(x, left, stride - 1, activate=x.shape[1] > 1)
+        if stride > 1:
+            after = ends[:, None, None] + torch.arange(left, left + stride - 1, device=x.device)
+            x.scatter_(2, after.expand(-1, x.shape[1], -1), 0)
+            ends = -(-ends // stride)
+        x = layer(x)
+    return x, ends
+
+
+def _padded(x: Tensor, left: int, right: int = 0, activate: bool = True) -> Tensor:
     """x [B, C, T], or the ELU of it, between zeros: [B, C, left + T + right]. One pass over it."""
     end = left + x.shape[2]
     made = x.new_empty(*x.shape[:2], end + right)

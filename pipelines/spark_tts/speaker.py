@@ -11,8 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.audio_utils import mel_filter_bank
 
+from pipelines.codec.encoding import mel_filters
 from pipelines.spark_tts.config import MelConfig, SpeakerConfig
 
 #: Sizes that are constants of the published code (ECAPA_TDNN_GLOB_c512, PerceiverResampler), not of the
@@ -30,11 +30,8 @@ class MelMagnitudes:
     def __init__(self, config: MelConfig, sample_rate: int, device: torch.device) -> None:
         self._config = config
         highest = config.sample_rate / 2 if config.mel_fmax is None else config.mel_fmax
-        bands = mel_filter_bank(
-            config.n_fft // 2 + 1, config.num_mels, config.mel_fmin, highest, sample_rate,
-            norm="slaney", mel_scale="slaney",
-        )  # fmt: skip
-        self._bands = torch.from_numpy(bands).float().to(device)
+        bands = mel_filters(config.n_fft // 2 + 1, config.num_mels, config.mel_fmin, highest, sample_rate)
+        self._bands = bands.to(device)
         self._window = torch.hann_window(config.win_length, device=device)
 
     def __call__(self, samples: Tensor) -> Tensor:

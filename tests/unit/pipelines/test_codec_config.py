@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +38,17 @@ def test_golden_config(tmp_path: Path) -> None:
     config = load(tmp_path, published())
     assert config.decoder.samples_per_frame == config.decode_upsample_rate == 1920
     assert config.decoder.sliding_window == 8
-    assert config.encoder["frame_rate"] == 12.5
-    assert config.encoder["num_quantizers"] == 20
+    assert config.encoder.num_quantizers == 20
 
 
 def test_a_bare_encoder_section_means_mimi(tmp_path: Path) -> None:
-    sizes = MimiConfig(
-        **load(tmp_path, published(encoder_config={}, encoder_valid_num_quantizers=32)).encoder
-    )
-    assert (sizes.num_filters, sizes.hidden_size, sizes.num_quantizers, sizes.head_dim) == (64, 512, 32, 64)
-    assert list(sizes.upsampling_ratios) == [8, 6, 5, 4]
-    assert sizes.encodec_frame_rate / sizes.frame_rate == 2
+    ours = load(tmp_path, published(encoder_config={}, encoder_valid_num_quantizers=32)).encoder
+    sizes: Any = MimiConfig()
+    assert ours.rope_theta == sizes.rope_parameters["rope_theta"]
+    for name, value in asdict(ours).items():
+        if name != "rope_theta":
+            wanted = getattr(sizes, name)
+            assert value == (tuple(wanted) if isinstance(value, tuple) else wanted), name
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,7 @@ def test_a_bare_encoder_section_means_mimi(tmp_path: Path) -> None:
         ({"decoder_config__num_key_value_heads": 3}, "num_key_value_heads"),
         ({"encoder_config__use_causal_conv": False}, "use_causal_conv"),
         ({"encoder_config__pad_mode": "reflect"}, "pad_mode"),
+        ({"encoder_config__use_conv_shortcut": True}, "use_conv_shortcut"),
         ({"encoder_valid_num_quantizers": 21}, "encoder_valid_num_quantizers"),
         ({"model_type": "qwen3_tts_tokenizer_25hz"}, "model_type"),
         ({"decoder_config": None}, "decoder_config"),
