@@ -14,7 +14,8 @@ import os
 import stat
 import tempfile
 import threading
-from collections import OrderedDict
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -132,8 +133,8 @@ class Batcher(Generic[In, Out]):
     """Collects the calls of several threads into batches, and runs these on a thread of its own, which ends with
     the last call.
 
-    A batch has the items of the bucket of the oldest waiting call, in the order of the calls. It does not
-    wait for more of them.
+    A batch has the items of one bucket, in the order of the calls: of the call whose patience ended first, or
+    before that of a bucket that is full.
     """
 
     #: Returns a result for each item.
@@ -141,37 +142,47 @@ class Batcher(Generic[In, Out]):
     #: Only items of equal buckets run together, up to `_rows` of the bucket.
     _bucket: Callable[[In], Hashable]
     _rows: Callable[[Any], int]
-    waiting: list[tuple[Hashable, In, Future[Out]]] = field(default_factory=list)
+    #: Bucket, item, time until which it waits for others, and result, in the order of the calls.
+    waiting: list[tuple[Hashable, In, float, Future[Out]]] = field(default_factory=list)
     running: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def __call__(self, item: In) -> Out:
-        """Waits for the result of an item. Raises what `run` raised for its batch."""
+    def __call__(self, item: In, patience: float = 0.0) -> Future[Out]:
+        """The result of an item, whose exception is what `run` raised for its batch. `patience`: seconds that the
+        item waits for others, unless its bucket is full before."""
         result: Future[Out] = Future()
-        with self._lock:
+        with self._changed:
             if not self.running:
                 threading.Thread(target=self._serve, name="recordings", daemon=True).start()
                 self.running = True
-            self.waiting.append((self._bucket(item), item, result))
-        return result.result()
+            self.waiting.append((self._bucket(item), item, time.monotonic() + patience, result))
+            self._changed.notify()
+        return result
 
     def _serve(self) -> None:
         while True:
-            with self._lock:
+            with self._changed:
                 if not self.waiting:
                     self.running = False
                     return
-                oldest = self.waiting[0][0]
-                rows, batch, rest = self._rows(oldest), [], []
+                bucket, _, until, _ = min(self.waiting, key=lambda one: one[2])
+                if (seconds := until - time.monotonic()) > 0:
+                    counts = Counter(one[0] for one in self.waiting)
+                    full = [bucket for bucket, count in counts.items() if count >= self._rows(bucket)]
+                    if not full:
+                        self._changed.wait(seconds)
+                        continue
+                    bucket = full[0]
+                rows, batch, rest = self._rows(bucket), [], []
                 for one in self.waiting:
-                    (batch if one[0] == oldest and len(batch) < rows else rest).append(one)
+                    (batch if one[0] == bucket and len(batch) < rows else rest).append(one)
                 self.waiting = rest
             try:
-                made = [*zip(batch, self._run([item for _, item, _ in batch]), strict=True)]
-                for (_, _, result), out in made:
+                made = [*zip(batch, self._run([one[1] for one in batch]), strict=True)]
+                for (*_, result), out in made:
                     result.set_result(out)
             except BaseException as error:  # noqa: BLE001  # all calls of the batch raise it
-                for _, _, result in batch:
+                for *_, result in batch:
                     result.set_exception(error)
 
 

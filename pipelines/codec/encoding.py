@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,9 +81,10 @@ class BatchEncoder:
             lambda bucket: bucket[0].rows(bucket[1]),
         )
 
-    def __call__(self, encoding: Encoding, row: Row) -> Tensor:
-        """Encodes a row, [length, ...], to a result on the host. Results of padding may follow its own ones."""
-        return self._batcher((encoding, row))
+    def __call__(self, encoding: Encoding, row: Row, patience: float = 0.0) -> Future[Tensor]:
+        """Encodes a row, [length, ...], to a result on the host. Results of padding may follow its own ones.
+        `patience`: see `Batcher`."""
+        return self._batcher((encoding, row), patience)
 
     @torch.inference_mode()
     def run(self, items: Sequence[tuple[Encoding, Row]]) -> Sequence[Tensor]:

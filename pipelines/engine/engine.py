@@ -60,7 +60,9 @@ class Engine:
         self._arrived: list[tuple[GenerationRequest, FrameReceiver]] = []
         self._arrived_whole = 0
         self._calls: list[Callable[[], None]] = []
-        self._wake = threading.Condition()
+        self._wake = threading.Condition(lock := threading.RLock())
+        #: The callers that wait for a place in the waiting room, of which only as many wake as there are places.
+        self._places = threading.Condition(lock)
         self._room = waiting_room
         self._stage = stage or _NoStage()
         self._codec = codec
@@ -83,7 +85,9 @@ class Engine:
         with self._wake:
             inside = threading.current_thread() is self._thread or self._stage.is_current
             if not (request.stream or inside):
-                self._wake.wait_for(lambda: self.closing or self._waiting + self._arrived_whole < self._room)
+                self._places.wait_for(
+                    lambda: self.closing or self._waiting + self._arrived_whole < self._room
+                )
             if self.closing:
                 raise engine_closed()
             self._arrived.append((request, receiver))
@@ -139,6 +143,7 @@ class Engine:
         with self._wake:
             self.closing = True
             self._wake.notify_all()
+            self._places.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -155,7 +160,6 @@ class Engine:
         self.core.fail_all(engine_closed())
         with self._wake:
             left, self._arrived = self._arrived, []
-            self._wake.notify_all()
         for _, receiver in left:
             receiver.failed(engine_closed())
 
@@ -195,7 +199,7 @@ class Engine:
             self.core.fail_all(engine_failure(error))
         with self._wake:
             self._waiting = len(self.core.scheduler.waiting) - self.core.scheduler.preempted
-            self._wake.notify_all()
+            self._places.notify(max(self._room - self._waiting - self._arrived_whole, 0))
             if not (worked or self._arrived or self._calls or self.closing):
                 self._wake.wait(_REST_SECONDS)
         return True

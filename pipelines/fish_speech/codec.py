@@ -242,7 +242,7 @@ class ReferenceEncoder:
     def encode(self, samples: Samples) -> IntArray:
         """The codes, int64 [frames, codebooks], of samples at the codec's rate."""
         frames = -(-len(samples) // self._encoder.config.samples_per_frame)
-        return self._batches(self._encoding, samples)[:frames].clone().numpy()
+        return self._batches(self._encoding, samples).result()[:frames].clone().numpy()
 
     def read(self, recording: Recording) -> Tensor:
         """float32 [samples] at the codec's rate: channels averaged, resampled on the device. Raises

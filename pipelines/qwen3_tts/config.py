@@ -264,11 +264,6 @@ class CodecEncoderConfig:
     norm_eps: Positive = 1e-5
     rope_theta: Positive = 10_000.0
 
-    @property
-    def heads_size(self) -> int:
-        """The width of all heads."""
-        return self.num_attention_heads * self.head_dim
-
 
 @dataclass(frozen=True, slots=True)
 class CodecConfig:

@@ -135,6 +135,8 @@ _GATHER_FRAMES, _MAX_UTTERANCES = 16384, 256
 #: States for streams that left their slot while their last chunk is decoded, in addition to one for each slot.
 LATE_STATES = 128
 
+#: Requests that wait for a slot, from which on a recording waits for others, and how long it does.
+_AHEAD, _PATIENCE_SECONDS = 32, 0.3
 #: On a GPU: memory of the batches of recordings that are encoded, and of states after them.
 VOICE_BYTES = 1 << 30
 
@@ -420,7 +422,11 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             request, pieces = self._frontend.prepare(request)
         task, voice = decode(request.data), None
         if self.voices is not None and request.recording is not None:
-            voice = self.voices.prepare(request.recording, in_context=task.reference_ids is not None)
+            # Recordings of later speech wait until they fill a batch, while the engine has enough to do.
+            waits = not stream and self.engine.stats().waiting >= _AHEAD
+            voice = self.voices.prepare(
+                request.recording, task.reference_ids is not None, _PATIENCE_SECONDS if waits else 0.0
+            )
         start = partial(self._start, request, voice=voice, on_event=on_event, stream=stream)
         if not task.text_open:
             return start(task)[1]

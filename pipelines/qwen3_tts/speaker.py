@@ -93,15 +93,9 @@ class Conv(NamedTuple):
 
     #: [out, in, kernel].
     weight: Tensor
-    bias: Tensor | None = None
+    bias: Tensor | None
     stride: int = 1
     dilation: int = 1
-
-    @classmethod
-    def load(
-        cls, load: Loader, out: int, into: int, kernel: int = 1, stride: int = 1, dilation: int = 1
-    ) -> Conv:
-        return cls(load("weight", out, into, kernel), load("bias", out), stride, dilation)
 
     @property
     def left(self) -> int:
@@ -111,6 +105,12 @@ class Conv(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         """x: [B, in, T] -> [B, out, (T - 1 - (kernel - 1) * dilation) // stride + 1]."""
         return conv1d(x, self.weight, self.bias, self.stride, dilation=self.dilation)
+
+
+def _conv(
+    load: Loader, name: str, out: int, into: int, kernel: int = 1, dilation: int = 1, stride: int = 1
+) -> Conv:
+    return Conv(load(f"{name}.weight", out, into, kernel), load(f"{name}.bias", out), stride, dilation)
 
 
 class SpeakerEncoder:
@@ -129,27 +129,25 @@ class SpeakerEncoder:
         self.config = config
         self.device = torch.device(device)
         self.dtype = dtype
-        load = Loader(source, PREFIX, dtype, self.device)
-        scale, inner = config.enc_res2net_scale, config.enc_se_channels
-        first, *middle, last = zip(config.enc_channels, config.enc_kernel_sizes, config.enc_dilations)
-
-        def conv(name: str, out: int, into: int, kernel: int = 1, dilation: int = 1) -> Conv:
-            return Conv.load(load.at(f"{name}."), out, into, kernel, 1, dilation)
-
-        self._first = conv("blocks.0.conv", first[0], config.mel_dim, *first[1:])
-        #: Of each block: the convolutions around and in its Res2Net, and those of its squeeze and excitation.
-        self._blocks: list[tuple[Conv, list[Conv], Conv, Conv, Conv]] = []
-        into = first[0]
+        conv = partial(_conv, Loader(source, PREFIX, dtype, self.device))
+        inner, attention = config.enc_se_channels, config.enc_attention_channels
+        (into, *first), *middle, (wide, *last) = zip(
+            config.enc_channels, config.enc_kernel_sizes, config.enc_dilations
+        )
+        self._first = conv("blocks.0.conv", into, config.mel_dim, *first)
+        #: Of each block: the convolutions of its Res2Net, those around it, and those of squeeze and excitation.
+        self._blocks: list[tuple[list[Conv], Conv, Conv, Conv, Conv]] = []
         for number, (out, *sizes) in enumerate(middle, 1):
-            at = f"blocks.{number}."
-            part = out // scale
-            parts = [conv(f"{at}res2net_block.blocks.{i}.conv", part, part, *sizes) for i in range(scale - 1)]
-            around = conv(f"{at}tdnn1.conv", out, into), parts, conv(f"{at}tdnn2.conv", out, out)
+            at, part = f"blocks.{number}.", out // config.enc_res2net_scale
+            inside = [
+                conv(f"{at}res2net_block.blocks.{i}.conv", part, part, *sizes)
+                for i in range(config.enc_res2net_scale - 1)
+            ]
+            around = conv(f"{at}tdnn1.conv", out, into), conv(f"{at}tdnn2.conv", out, out)
             gate = conv(f"{at}se_block.conv1", inner, out), conv(f"{at}se_block.conv2", out, inner)
-            self._blocks.append((*around, *gate))
+            self._blocks.append((inside, *around, *gate))
             into = out
-        wide, attention = last[0], config.enc_attention_channels
-        self._mfa = conv("mfa.conv", wide, wide, *last[1:])
+        self._mfa = conv("mfa.conv", wide, wide, *last)
         self._tdnn = conv("asp.tdnn.conv", attention, 3 * wide)
         self._scores = conv("asp.conv", wide, attention)
         self._fc = conv("fc", config.enc_dim, 2 * wide)
@@ -167,7 +165,7 @@ class SpeakerEncoder:
         mel = mel.to(self.dtype)
         inside = (torch.arange(mel.shape[2], device=mel.device) < frames[:, None])[:, None]
         x, found = _delayed(self._first, mel, frames), []
-        for before, inner, after, squeeze, excite in self._blocks:
+        for inner, before, after, squeeze, excite in self._blocks:
             parts = _delayed(before, x, frames).chunk(len(inner) + 1, dim=1)
             made = [parts[0]]
             for conv, part in zip(inner, parts[1:]):
@@ -205,76 +203,62 @@ def _statistics(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return mean, square.clamp(min=STATISTICS_FLOOR).sqrt()
 
 
-class EncoderLayer(NamedTuple):
-    """A layer of the codec encoder's transformer. Norms: weight and bias."""
+class EncoderLayer:
+    """A layer of the codec encoder's transformer."""
 
-    norm1: tuple[Tensor, Tensor]
-    #: The projections to queries, keys and values.
-    qkv: list[Tensor]
-    out: Tensor
-    scale1: Tensor
-    norm2: tuple[Tensor, Tensor]
-    up: Tensor
-    down: Tensor
-    scale2: Tensor
-
-    @classmethod
-    def load(cls, load: Loader, sizes: CodecEncoderConfig) -> EncoderLayer:
-        width, inner, heads = sizes.hidden_size, sizes.intermediate_size, sizes.heads_size
-        norms = [
-            (load(f"{name}_layernorm.weight", width), load(f"{name}_layernorm.bias", width))
+    def __init__(self, load: Loader, sizes: CodecEncoderConfig) -> None:
+        self._sizes = sizes
+        width, inner, heads = (
+            sizes.hidden_size,
+            sizes.intermediate_size,
+            sizes.num_attention_heads * sizes.head_dim,
+        )
+        self._norms = [
+            [load(f"{name}_layernorm.{part}", width) for part in ("weight", "bias")]
             for name in ("input", "post_attention")
         ]
-        return cls(
-            norm1=norms[0],
-            qkv=[load(f"self_attn.{name}_proj.weight", heads, width) for name in "qkv"],
-            out=load("self_attn.o_proj.weight", width, heads),
-            scale1=load("self_attn_layer_scale.scale", width),
-            norm2=norms[1],
-            up=load("mlp.fc1.weight", inner, width),
-            down=load("mlp.fc2.weight", width, inner),
-            scale2=load("mlp_layer_scale.scale", width),
-        )
+        self._scales = [load(f"{name}_layer_scale.scale", width) for name in ("self_attn", "mlp")]
+        self._qkv = [load(f"self_attn.{name}_proj.weight", heads, width) for name in "qkv"]
+        self._out = load("self_attn.o_proj.weight", width, heads)
+        self._up, self._down = load("mlp.fc1.weight", inner, width), load("mlp.fc2.weight", width, inner)
 
-    def __call__(self, x: Tensor, turns: tuple[Tensor, Tensor], sizes: CodecEncoderConfig) -> Tensor:
+    def __call__(self, x: Tensor, *turns: Tensor) -> Tensor:
         """x: [B, T, hidden] -> [B, T, hidden]; turns: cosines and sines, [T, head_dim] each."""
-        normed = layer_norm(x, x.shape[2:], *self.norm1, eps=sizes.norm_eps)
-        split = -1, sizes.head_dim
-        query, key, value = (linear(normed, one).unflatten(2, split).transpose(1, 2) for one in self.qkv)
+
+        def normed(number: int) -> Tensor:
+            return layer_norm(x, x.shape[2:], *self._norms[number], eps=self._sizes.norm_eps)
+
+        split = -1, self._sizes.head_dim
+        query, key, value = (linear(normed(0), one).unflatten(2, split).transpose(1, 2) for one in self._qkv)
         # As in the reference (transformers 4.57), to the whole past: the config's sliding_window is not applied.
         attended = scaled_dot_product_attention(
             rotate(query, *turns), rotate(key, *turns), value, is_causal=x.shape[1] > 1
         )
-        x = x + self.scale1 * linear(attended.transpose(1, 2).flatten(2), self.out)
-        normed = layer_norm(x, x.shape[2:], *self.norm2, eps=sizes.norm_eps)
-        return x + self.scale2 * linear(gelu(linear(normed, self.up)), self.down)
+        x = x + self._scales[0] * linear(attended.transpose(1, 2).flatten(2), self._out)
+        return x + self._scales[1] * linear(gelu(linear(normed(1), self._up)), self._down)
 
 
-class Quantizer(NamedTuple):
+class Quantizer:
     """A residual vector quantizer (Zeghidour et al., 2021)."""
 
-    entry: Conv
-    #: A codebook for each step: [codes, width].
-    books: list[Tensor]
-
-    @classmethod
-    def load(cls, load: Loader, sizes: CodecEncoderConfig, books: int) -> Quantizer:
-        width, codes, made = sizes.codebook_dim, sizes.codebook_size, []
-        for number in range(books):
+    def __init__(self, load: Loader, sizes: CodecEncoderConfig, count: int) -> None:
+        width, codes = sizes.codebook_dim, sizes.codebook_size
+        self._entry = Conv(load("input_proj.weight", width, sizes.hidden_size, 1), None)
+        load("output_proj.weight", sizes.hidden_size, width, 1)  # in the file, but only decoding uses it
+        #: A codebook for each step: [codes, width].
+        self._books: list[Tensor] = []
+        for number in range(count):
             book = load.at(f"layers.{number}.codebook.")
-            book("initialized", 1)  # in the file, but only training uses it
+            book("initialized", 1)  # only training uses it
             usage = book("cluster_usage", codes).clamp(min=USAGE_FLOOR)
-            made.append(book("embed_sum", codes, width) / usage[:, None])
-        load("output_proj.weight", sizes.hidden_size, width, 1)  # only decoding uses it
-        return cls(Conv(load("input_proj.weight", width, sizes.hidden_size, 1)), made)
+            self._books.append(book("embed_sum", codes, width) / usage[:, None])
 
     def __call__(self, x: Tensor, count: int) -> list[Tensor]:
         """The codes of the first codebooks: x [B, hidden, T] -> int64 [B, T] each."""
-        x, made = self.entry(x).transpose(1, 2), []
-        for book in self.books[:count]:
-            codes = torch.cdist(x.flatten(0, 1)[None], book[None])[0].argmin(1).view(x.shape[:2])
-            x = x - embedding(codes, book)
-            made.append(codes)
+        x, made = self._entry(x).transpose(1, 2), []
+        for book in self._books[:count]:
+            made.append(torch.cdist(x.flatten(0, 1)[None], book[None])[0].argmin(1).view(x.shape[:2]))
+            x = x - embedding(made[-1], book)
         return made
 
 
@@ -283,27 +267,25 @@ class CodecEncoder:
     as in transformers. Runs in float32, because a rounding error can change a code."""
 
     def __init__(self, config: CodecConfig, source: TensorSource, device: torch.device | str = "cpu") -> None:
-        sizes = self._sizes = config.encoder
-        self.device = torch.device(device)
+        sizes, load = config.encoder, Loader(source, "encoder.", torch.float32, torch.device(device))
+        self.device = load.device
         self.sample_rate = config.input_sample_rate
         self.samples_per_frame = config.encode_downsample_rate
         self.codebooks = config.encoder_valid_num_quantizers
-        self.codebook_size = sizes.codebook_size
-        load = Loader(source, "encoder.", torch.float32, self.device)
+        self.codebook_size, width = sizes.codebook_size, sizes.hidden_size
         self._layers = _encoder_layers(load.at("encoder.layers."), sizes)
         #: The number of layers up to the second convolution with a stride.
         self._first = 1 + 2 * (sizes.num_residual_layers + 1)
-        inside = load.at("encoder_transformer.layers.")
         self._transformer = [
-            EncoderLayer.load(inside.at(f"{i}."), sizes) for i in range(sizes.num_hidden_layers)
+            EncoderLayer(load.at(f"encoder_transformer.layers.{i}."), sizes)
+            for i in range(sizes.num_hidden_layers)
         ]
         stride = self.samples_per_frame // math.prod(sizes.upsampling_ratios)
-        width = sizes.hidden_size
-        self._downsample = Conv(load("downsample.conv.weight", width, width, 2 * stride), stride=stride)
+        self._downsample = Conv(load("downsample.conv.weight", width, width, 2 * stride), None, stride)
         semantic = sizes.num_semantic_quantizers
         self._quantizers = [
-            Quantizer.load(load.at(f"quantizer.{name}_residual_vector_quantizer."), sizes, books)
-            for name, books in (("semantic", semantic), ("acoustic", sizes.num_quantizers - semantic))
+            Quantizer(load.at(f"quantizer.{name}_residual_vector_quantizer."), sizes, count)
+            for name, count in (("semantic", semantic), ("acoustic", sizes.num_quantizers - semantic))
         ]
         exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.float32) / sizes.head_dim
         self._frequencies = (1.0 / sizes.rope_theta**exponents).to(self.device)
@@ -331,7 +313,7 @@ class CodecEncoder:
         angles = torch.cat((angles, angles), dim=1)
         turns = angles.cos(), angles.sin()
         for layer in self._transformer:
-            x = layer(x, turns, self._sizes)
+            x = layer(x, *turns)
         # The last convolution repeats a row's first and last step instead of zeros.
         steps = torch.arange(-self._downsample.left, x.shape[1], device=x.device)
         steps = steps.minimum(ends[:, None] - 1).clamp(min=0)[:, None]
@@ -348,24 +330,18 @@ Layer = Conv | tuple[Conv, Conv]
 
 
 def _encoder_layers(load: Loader, sizes: CodecEncoderConfig) -> list[Layer]:
-    width, place = sizes.num_filters, 1
-    layers: list[Layer] = [Conv.load(load.at("0.conv."), width, 1, sizes.kernel_size)]
+    width, place, kernel = sizes.num_filters, 1, sizes.residual_kernel_size
+    layers: list[Layer] = [_conv(load, "0.conv", width, 1, sizes.kernel_size)]
     for ratio in reversed(sizes.upsampling_ratios):
         for number in range(sizes.num_residual_layers):
-            block, inner = load.at(f"{place}.block."), width // sizes.compress
-            wide = Conv.load(
-                block.at("1.conv."),
-                inner,
-                width,
-                sizes.residual_kernel_size,
-                dilation=sizes.dilation_growth_rate**number,
-            )
-            layers.append((wide, Conv.load(block.at("3.conv."), width, inner)))
+            inner, dilation = width // sizes.compress, sizes.dilation_growth_rate**number
+            wide = _conv(load, f"{place}.block.1.conv", inner, width, kernel, dilation)
+            layers.append((wide, _conv(load, f"{place}.block.3.conv", width, inner)))
             place += 1
         # An activation has a place of its own.
-        layers.append(Conv.load(load.at(f"{place + 1}.conv."), 2 * width, width, 2 * ratio, ratio))
+        layers.append(_conv(load, f"{place + 1}.conv", 2 * width, width, 2 * ratio, stride=ratio))
         width, place = 2 * width, place + 2
-    last = Conv.load(load.at(f"{place + 1}.conv."), sizes.hidden_size, width, sizes.last_kernel_size)
+    last = _conv(load, f"{place + 1}.conv", sizes.hidden_size, width, sizes.last_kernel_size)
     return [*layers, last]
 
 
@@ -450,16 +426,17 @@ class VoiceCache:
             self._encode_rows, _BATCH_SECONDS * rate, partial(_bucket, rate), _BATCH_ROWS, fills=True
         )
 
-    def prepare(self, recording: Recording, in_context: bool) -> PreparedVoice:
-        """The voice of an audio file within the limits of `pipelines.audio`; `in_context`: also its codes.
+    def prepare(self, recording: Recording, in_context: bool, patience: float = 0.0) -> PreparedVoice:
+        """The voice of an audio file within the limits of `pipelines.audio`; `in_context`: also its codes;
+        `patience`: seconds that it may wait for others to be encoded with.
 
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
         `SynthesisError` (`synth.oom`) if the device has too little memory.
         """
-        return self._kept.get(recording, in_context, lambda: self._make(recording, in_context))
+        return self._kept.get(recording, in_context, lambda: self._make(recording, in_context, patience))
 
-    def _make(self, recording: Recording, in_context: bool) -> PreparedVoice:
-        encode = partial(self._encode, recording, in_context)
+    def _make(self, recording: Recording, in_context: bool, patience: float) -> PreparedVoice:
+        encode = partial(self._encode, recording, in_context, patience)
         variant = "in context" if in_context else "vector"
         found: dict[str, Any] = self._files.get(recording, variant, encode) if self._files else encode()
         vector, codes = found["vector"], found.get("codes")
@@ -468,18 +445,19 @@ class VoiceCache:
         decoder = self._decoder
         return PreparedVoice(vector, codes, decoder and decoder.state_after(torch.from_numpy(codes)))
 
-    def _encode(self, recording: Recording, in_context: bool) -> dict[str, NDArray[Any]]:
+    def _encode(self, recording: Recording, in_context: bool, patience: float) -> dict[str, NDArray[Any]]:
         """`vector`: float32 [talker hidden]; in context `codes` too: int64 [frames, codebooks]."""
         rate, encoder = self._speaker.config.sample_rate, self._encoder
         samples, _ = recording.read(rate)
-        # Copies, because a result is a view of the memory of its whole batch.
-        found = {"vector": self.batches(self.vectors, samples).numpy().copy()}
+        made, frames = {"vector": self.batches(self.vectors, samples, patience)}, None
         if in_context:
             if encoder.sample_rate != rate:
                 samples, _ = recording.read(encoder.sample_rate)
             frames = -(-len(samples) // encoder.samples_per_frame)
-            found["codes"] = self.batches(self.codes, samples)[:frames].numpy().copy()
-        return found
+            made["codes"] = self.batches(self.codes, samples, patience)
+        # Copies, because a result is a view of the memory of its whole batch.
+        found = {name: one.result().numpy() for name, one in made.items()}
+        return {name: (one[:frames] if name == "codes" else one).copy() for name, one in found.items()}
 
     def _encode_rows(self, samples: Tensor, lengths: Tensor | None) -> Tensor:
         rows = 1 if lengths is None else self.codes.rows(samples.shape[1])

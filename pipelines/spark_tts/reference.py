@@ -166,11 +166,12 @@ class ReferenceEncoder:
 
     def encode(self, samples: Samples, with_semantic: bool = True) -> Reference:
         """The tokens of a recording [samples] at the model's rate and volume."""
-        voice = self._batches(self.clips, reference_clip(samples, self.config.clip_samples)).tolist()
-        if not with_semantic:
-            return Reference(tuple(voice), ())
-        semantic = self._batches(self.semantic, self.features.values(samples)).tolist()
-        return Reference(tuple(voice), tuple(semantic[: self.features.steps(len(samples))]))
+        voice = self._batches(self.clips, reference_clip(samples, self.config.clip_samples))
+        semantic: list[int] = []
+        if with_semantic:
+            made = self._batches(self.semantic, self.features.values(samples)).result()
+            semantic = made[: self.features.steps(len(samples))].tolist()
+        return Reference(tuple(voice.result().tolist()), tuple(semantic))
 
     @torch.inference_mode()
     @EXACT

@@ -43,7 +43,7 @@ def test_any_batch_has_the_codes_of_the_cpu_and_the_bits_of_a_row_alone(
     rows: list[NDArray[np.float32]],
 ) -> None:
     on_gpu, on_cpu = voices("cuda"), voices("cpu")
-    alone = [[on_gpu.batches(one, row) for row in rows] for one in (on_gpu.vectors, on_gpu.codes)]
+    alone = [[on_gpu.batches(one, row).result() for row in rows] for one in (on_gpu.vectors, on_gpu.codes)]
     over = threading.Event()
 
     def keep_busy() -> None:
@@ -58,14 +58,16 @@ def test_any_batch_has_the_codes_of_the_cpu_and_the_bits_of_a_row_alone(
     try:
         with ThreadPoolExecutor(16) as pool:
             for encoding, wanted in zip((on_gpu.vectors, on_gpu.codes), alone):
-                made = pool.map(lambda row, encoding=encoding: on_gpu.batches(encoding, row), rows * 4)
+                made = pool.map(
+                    lambda row, encoding=encoding: on_gpu.batches(encoding, row).result(), rows * 4
+                )
                 assert all(torch.equal(one, other) for one, other in zip(made, wanted * 4))
     finally:
         over.set()
         busy.join()
     for row, vector, codes in zip(rows, *alone):
-        torch.testing.assert_close(vector, on_cpu.batches(on_cpu.vectors, row), rtol=1e-3, atol=1e-3)
-        exact = on_cpu.batches(on_cpu.codes, row)
+        torch.testing.assert_close(vector, on_cpu.batches(on_cpu.vectors, row).result(), rtol=1e-3, atol=1e-3)
+        exact = on_cpu.batches(on_cpu.codes, row).result()
         assert torch.equal(codes[: len(exact)], exact)
 
 

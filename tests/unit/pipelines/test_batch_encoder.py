@@ -36,7 +36,7 @@ def test_every_thread_gets_the_result_of_its_row_which_is_not_padded_on_a_cpu() 
     batches, encoding = BatchEncoder(torch.device("cpu")), Encoding(encode, 100)
     with ThreadPoolExecutor(8) as pool:
         rows = [np.full(10 + index, index, np.float32) for index in range(40)]
-        for row, made in zip(rows, pool.map(lambda row: batches(encoding, row), rows)):
+        for row, made in zip(rows, pool.map(lambda row: batches(encoding, row).result(), rows)):
             np.testing.assert_array_equal(made.numpy(), row.cumsum())
     assert sorted(shapes) == [(1, 10 + index) for index in range(40)]
 
@@ -54,20 +54,15 @@ def test_waiting_calls_of_a_bucket_run_together_and_share_its_error() -> None:
         return [-item for item in items]
 
     batcher = Batcher[int, int](run, lambda item: item % 2, lambda odd: 2 + odd)  # pyright: ignore[reportArgumentType]
-    with ThreadPoolExecutor(8) as pool:
-        first = pool.submit(batcher, 0)
-        started.wait()
-        later = {}
-        for count, item in enumerate((1, 2, 3, 4, 13, 6, 7), 1):
-            later[item] = pool.submit(batcher, item)
-            while len(batcher.waiting) < count:
-                pass
-        go_on.set()
-        assert first.result() == 0
-        assert [later[item].result() for item in (2, 4, 6, 7)] == [-2, -4, -6, -7]
-        for item in (1, 3, 13):
-            with pytest.raises(ValueError, match="13"):
-                later[item].result()
+    first = batcher(0)
+    started.wait()
+    later = {item: batcher(item) for item in (1, 2, 3, 4, 13, 6, 7)}
+    go_on.set()
+    assert first.result() == 0
+    assert [later[item].result() for item in (2, 4, 6, 7)] == [-2, -4, -6, -7]
+    for item in (1, 3, 13):
+        with pytest.raises(ValueError, match="13"):
+            later[item].result()
     assert batches == [[0], [1, 3, 13], [2, 4], [6], [7]]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import pytest
 
@@ -20,7 +20,6 @@ class Runs:
         self.threads: set[str] = set()
         self.go = threading.Event()
         self.batcher: Batcher[str, str] = Batcher(self._run, lambda word: word[0], lambda _: 3)
-        self.pool = ThreadPoolExecutor(16)
 
     def _run(self, words: Sequence[str]) -> list[str]:
         self.threads.add(threading.current_thread().name)
@@ -30,11 +29,11 @@ class Runs:
             raise ValueError(f"batch {len(self.batches)}")
         return [word.upper() for word in words][: 1 if "short" in words else None]
 
-    def call(self, word: str) -> Future[str]:
+    def call(self, word: str, patience: float = 0.0) -> Future[str]:
         """A call that waits behind the earlier ones."""
         waiting = len(self.batcher.waiting)
         first = not self.batches
-        future = self.pool.submit(self.batcher, word)
+        future = self.batcher(word, patience)
         wait_for(lambda: len(self.batches) == 1 if first else len(self.batcher.waiting) == waiting + 1)
         return future
 
@@ -53,7 +52,34 @@ def test_a_batch_has_the_bucket_of_the_oldest_call_up_to_its_rows(runs: Runs) ->
     assert runs.threads == {"recordings"}
     # Nothing holds the encoder when its pipeline is closed.
     wait_for(lambda: not runs.batcher.running)
-    assert runs.batcher("again") == "AGAIN"
+    assert runs.batcher("again").result(60) == "AGAIN"
+
+
+def test_patient_calls_wait_until_their_bucket_is_full(runs: Runs) -> None:
+    runs.go.set()
+    patient = [runs.batcher(word, 600) for word in ["a1", "b1", "a2", "b2"]]
+    assert runs.batcher("c1").result(60) == "C1"
+    assert not any(future.done() for future in patient)
+    assert runs.batcher("b3", 600).result(60) == "B3"
+    # A call without patience takes the others of its bucket along.
+    assert runs.batcher("a3").result(60) == "A3"
+    assert [future.result(60) for future in patient] == ["A1", "B1", "A2", "B2"]
+    assert runs.batches == [["c1"], ["b1", "b2", "b3"], ["a1", "a2", "a3"]]
+
+
+def test_patience_ends(runs: Runs) -> None:
+    runs.go.set()
+    late, soon = runs.batcher("a1", 600), runs.batcher("b1", 0.2)
+    assert soon.result(60) == "B1"
+    assert not late.done()
+    # Full buckets pass only those whose patience has not ended.
+    runs.go.clear()
+    first, ended = runs.batcher("c1"), runs.batcher("d1")
+    wait_for(lambda: runs.batches[-1] == ["c1"])
+    full = [runs.batcher(word, 600) for word in ["a2", "a3"]]
+    runs.go.set()
+    assert [future.result(60) for future in [first, ended, late, *full]] == ["C1", "D1", "A1", "A2", "A3"]
+    assert runs.batches[1:] == [["c1"], ["d1"], ["a1", "a2", "a3"]]
 
 
 def test_an_error_is_that_of_all_calls_of_its_batch_and_of_no_other(runs: Runs) -> None:
@@ -78,5 +104,5 @@ def test_a_call_whose_thread_cannot_start_fails_and_the_next_one_runs(
         with pytest.raises(RuntimeError, match="new thread"):
             runs.batcher("first")
     runs.go.set()
-    assert runs.pool.submit(runs.batcher, "next").result(60) == "NEXT"
+    assert runs.batcher("next").result(60) == "NEXT"
     assert runs.batches == [["next"]]

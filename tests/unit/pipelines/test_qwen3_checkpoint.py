@@ -57,6 +57,16 @@ def test_describe_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 
 
+def test_a_model_that_clones_is_opened_without_transformers() -> None:
+    """Which takes seconds to import, with a compiler and libraries of metrics."""
+    code = (
+        "import sys; from pathlib import Path; from pipelines.qwen3_tts.pipeline import open_pipeline; "
+        f"assert open_pipeline(Path({str(GOLDEN / 'checkpoint-base')!r})).capabilities.cloning; "
+        "sys.exit(str({'transformers', 'torch._dynamo', 'scipy', 'sympy'} & set(sys.modules) or '') or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+
+
 def test_cards_tell_modes_apart() -> None:
     base, custom, design = (describe(GOLDEN / f"checkpoint-{kind}").capabilities for kind in KINDS)
     assert (base.cloning, base.needs_reference, base.instruct, base.voices) == (True, True, False, ())
