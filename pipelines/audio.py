@@ -420,3 +420,22 @@ def trim_silence(speech: Speech, keep_ms: int) -> Speech:
         for said in (speech.words, speech.phonemes)
     )
     return dataclasses.replace(speech, samples=samples, words=words, phonemes=phonemes)
+
+
+#: Constants of SparkTTS's volume normalization (utils/audio.py, `audio_volume_normalize`).
+_QUIET_PEAK, _PEAK_FLOOR, _AUDIBLE, _MIN_AUDIBLE, _LOUDNESS, _GAINS = 0.1, 1e-3, 0.01, 10, 0.2, (0.1, 10.0)
+
+
+def normalize_volume(samples: NDArray[np.floating]) -> NDArray[np.floating]:
+    """Scales samples [n] so that the mean of their loud part (percentiles 90 to 99 of audible samples) is 0.2,
+    with a peak of up to 1."""
+    levels = np.sort(np.abs(samples))
+    if levels[-1] < _QUIET_PEAK:
+        samples = samples / max(levels[-1], _PEAK_FLOOR) * _QUIET_PEAK
+    levels = levels[levels > _AUDIBLE]
+    if len(levels) <= _MIN_AUDIBLE:
+        return samples
+    loud = np.mean(levels[int(0.9 * len(levels)) : int(0.99 * len(levels))])
+    samples = samples * np.clip(_LOUDNESS / loud, *_GAINS)
+    peak = np.max(np.abs(samples))
+    return samples / peak if peak > 1 else samples

@@ -55,16 +55,21 @@ _BEST_LENGTH = "Three to fifteen seconds of clear speech work best."
 
 
 def read_recording(
-    recording: bytes, sample_rate: int | None = None, *, channel: int | None = None, quality: Quality = "HQ"
+    recording: bytes,
+    sample_rate: int | None = None,
+    channel: int | None = None,
+    quality: Quality = "HQ",
+    normalized: bool = False,
 ) -> tuple[NDArray[np.float32], int]:
     """Decodes an encoded audio file like `pipelines.audio.decode`; returns its samples [n] and their rate.
+    `normalized`: see `pipelines.audio.normalize_volume`.
 
     Raises `InputError` for a recording that cannot be read (`input.audio_unreadable`), is too short or too
     long (`input.reference_length`) or silent (`input.reference_silent`).
     """
     import numpy as np  # imported only if there is audio to read
 
-    from pipelines.audio import decode
+    from pipelines.audio import decode, normalize_volume
 
     try:
         samples, rate = decode(
@@ -91,7 +96,7 @@ def read_recording(
             "The reference audio is silent.",
             "Give a recording with a clear voice.",
         )
-    return samples, rate
+    return normalize_volume(samples).astype(np.float32) if normalized else samples, rate
 
 
 class Recording:
@@ -117,11 +122,15 @@ class Recording:
         return self._data
 
     def read(
-        self, sample_rate: int | None = None, channel: int | None = None, quality: Quality = "HQ"
+        self,
+        sample_rate: int | None = None,
+        channel: int | None = None,
+        quality: Quality = "HQ",
+        normalized: bool = False,
     ) -> tuple[NDArray[np.float32], int]:
         """Decodes the recording; see `read_recording`. Raises `SynthesisError` (`synth.engine`) if it cannot
         be fetched from the process that has it."""
-        return read_recording(self._data, sample_rate, channel=channel, quality=quality)
+        return read_recording(self._data, sample_rate, channel, quality, normalized)
 
 
 class ReadsRecordings:

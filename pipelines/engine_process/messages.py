@@ -28,8 +28,8 @@ from pipelines.request import (
     Speech,
 )
 
-#: Arguments of `Recording.read`: the sample rate, the channel and the quality.
-Reading = tuple[int | None, int | None, Quality]
+#: Arguments of `Recording.read`.
+Reading = tuple[int | None, int | None, Quality, bool]
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):

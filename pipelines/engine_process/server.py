@@ -127,9 +127,13 @@ class _ClientsRecording(Recording):
         return self._ask(None)[0].tobytes()
 
     def read(
-        self, sample_rate: int | None = None, channel: int | None = None, quality: Quality = "HQ"
+        self,
+        sample_rate: int | None = None,
+        channel: int | None = None,
+        quality: Quality = "HQ",
+        normalized: bool = False,
     ) -> tuple[Samples, int]:
-        return self._ask((sample_rate, channel, quality))
+        return self._ask((sample_rate, channel, quality, normalized))
 
 
 class EngineServer:

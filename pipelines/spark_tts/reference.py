@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers.models.wav2vec2.configuration_wav2vec2 import Wav2Vec2Config
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2Model
@@ -107,10 +106,6 @@ def _tensors(folder: Path) -> TensorTable:
     return Checkpoint(folder)
 
 
-#: Constants of the published volume normalization (utils/audio.py, `audio_volume_normalize`).
-_QUIET_PEAK, _PEAK_FLOOR, _AUDIBLE, _MIN_AUDIBLE, _LOUDNESS, _GAINS = 0.1, 1e-3, 0.01, 10, 0.2, (0.1, 10.0)
-
-
 #: Maximum clips, and seconds of recordings with their padding, of a batch on a GPU.
 _CLIPS, _BATCH_SECONDS = 8, 24
 #: An int of a tuple.
@@ -161,8 +156,9 @@ class ReferenceEncoder:
     def read(self, recording: Recording) -> Samples:
         """Samples [n] at the model's rate: the first channel, resampled at very high quality, and normalized
         in volume if the config says so."""
-        samples, _ = recording.read(self.config.sample_rate, channel=0, quality="VHQ")
-        return normalize_volume(samples).astype(np.float32) if self.config.volume_normalize else samples
+        config = self.config
+        samples, _ = recording.read(config.sample_rate, 0, "VHQ", config.volume_normalize)
+        return samples
 
     def encode(self, samples: Samples, with_semantic: bool = True) -> Reference:
         """The tokens of a recording [samples] at the model's rate and volume."""
@@ -183,21 +179,6 @@ class ReferenceEncoder:
             steps = torch.arange(features.steps(values.shape[1]), device=values.device)
             mask = steps < features.steps(lengths)[:, None]
         return self.tokenizer.semantic_tokens(features(values, mask), mask)
-
-
-def normalize_volume(samples: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Scales samples [n] so that the mean of their loud part (percentiles 90 to 99 of audible samples) is 0.2,
-    with a peak of up to 1."""
-    levels = np.sort(np.abs(samples))
-    if levels[-1] < _QUIET_PEAK:
-        samples = samples / max(levels[-1], _PEAK_FLOOR) * _QUIET_PEAK
-    levels = levels[levels > _AUDIBLE]
-    if len(levels) <= _MIN_AUDIBLE:
-        return samples
-    loud = np.mean(levels[int(0.9 * len(levels)) : int(0.99 * len(levels))])
-    samples = samples * np.clip(_LOUDNESS / loud, *_GAINS)
-    peak = np.max(np.abs(samples))
-    return samples / peak if peak > 1 else samples
 
 
 def reference_clip(samples: Samples, length: int) -> Samples:

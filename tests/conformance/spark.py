@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.sampler import WEIGHT_BITS
-from pipelines.audio import decode
+from pipelines.audio import decode, normalize_volume
 from pipelines.recording import Recording
 from pipelines.spark_tts.bicodec import load_bicodec
 from pipelines.spark_tts.config import LLM, WAV2VEC2, SparkConfig
@@ -25,7 +25,6 @@ from pipelines.spark_tts.reference import (
     Reference,
     ReferenceEncoder,
     SemanticFeatures,
-    normalize_volume,
     reference_clip,
 )
 from tests.conformance import spark_engines

@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pipelines.audio import normalize_volume
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import Generation
 from pipelines.spark_tts.config import LLM, SAMPLING, SparkConfig
 from pipelines.spark_tts.pipeline import SparkRequestInfo
 from pipelines.spark_tts.prompt import Vocabulary, clone_prompt, creation_prompt
-from pipelines.spark_tts.reference import normalize_volume, reference_clip
+from pipelines.spark_tts.reference import reference_clip
 from pipelines.tokens import Finish, Tokens, token_sampling
 from tests.support.vllm_kit import checkpoint
 
