@@ -221,7 +221,7 @@ def load_codec(
         else:
             checkpoint.ignore("decoder.*")
         if encodes:
-            from pipelines.qwen3_tts.speaker import CodecEncoder  # takes seconds to import
+            from pipelines.qwen3_tts.speaker import CodecEncoder  # it imports this module
 
             encoder = CodecEncoder(config, checkpoint, device)
         else:

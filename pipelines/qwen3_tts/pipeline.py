@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -50,6 +50,7 @@ from pipelines.qwen3_tts.config import (
 )
 from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
 from pipelines.qwen3_tts.prompt import NONE, Frontend, Prompt, TokenizedTask, build_prompt, decode
+from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache
 from pipelines.request import (
     AnyRequest,
     AudioChunk,
@@ -76,9 +77,6 @@ from pipelines.results import (
     no_audio,
 )
 from pipelines.validation import MAX_TOP_K, bounded, frames_within, or_default, room_after
-
-if TYPE_CHECKING:
-    from pipelines.qwen3_tts.speaker import PreparedVoice, VoiceCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -573,8 +571,6 @@ def _load(
     with Checkpoint(config.folder) as checkpoint:
         weights = take_weights(checkpoint, config, dtype, device)
         if config.clones:
-            from pipelines.qwen3_tts.speaker import SpeakerEncoder, VoiceCache
-
             speaker = SpeakerEncoder(config.speaker_encoder, checkpoint, device, dtype)
             limit = options.voice_cache_mib << 20
             voices = VoiceCache(config, speaker, codec, options.voice_cache, limit)
