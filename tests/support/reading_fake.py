@@ -39,7 +39,7 @@ class ReadingPipeline(FakePipeline, ReadsRecordings):
         return super().submit(replace(request, messages=(text,)))
 
     def _read(self, recording: Recording) -> str:
-        samples, rate = recording.read(RATE, channel=CHANNEL, quality="VHQ")
+        samples, rate = recording.read(RATE, CHANNEL, "VHQ", True)
         assert rate == RATE
         return heard(samples)
 

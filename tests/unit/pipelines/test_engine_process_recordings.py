@@ -51,7 +51,7 @@ def cloned(*voices: bytes, text: str = "Hello.", request_id: str = "r") -> Synth
 
 def heard(*voices: bytes) -> str:
     """What the fake engine writes for these recordings."""
-    read = (read_recording(one, reading_fake.RATE, channel=0, quality="VHQ")[0] for one in voices)
+    read = (read_recording(one, reading_fake.RATE, 0, "VHQ", True)[0] for one in voices)
     return " ".join(map(reading_fake.heard, read))
 
 
