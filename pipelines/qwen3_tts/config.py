@@ -12,6 +12,7 @@ from pipelines.nn.config_keys import (
     BaseSamplingDefaults,
     Keys,
     NotNegative,
+    Positive,
     Size,
     Sizes,
     StackConfig,
