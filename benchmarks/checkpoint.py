@@ -476,6 +476,17 @@ def write_checkpoint(
     save_file(codec.tensors, codec_folder / "model.safetensors")
 
 
+def decoder_keys(size: str) -> dict[str, Any]:
+    """`decoder_config` of a codec of this size, as published."""
+    config = asdict(TINY_CODEC if size == "tiny" else PUBLISHED_CODEC)
+    stack: dict[str, Any] = config.pop("stack")
+    published = {
+        "hidden": "hidden_size", "intermediate": "intermediate_size", "layers": "num_hidden_layers",
+        "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "eps": "rms_norm_eps",
+    }  # fmt: skip
+    return {published.get(name, name): value for name, value in (config | stack).items()}
+
+
 def _codec_config(size: str) -> dict[str, Any]:
     """The keys of speech_tokenizer/config.json that inference reads; the encoder's defaults are the
     published sizes."""
@@ -483,7 +494,7 @@ def _codec_config(size: str) -> dict[str, Any]:
     return {
         "model_type": "qwen3_tts_tokenizer_12hz", "encoder_valid_num_quantizers": 16, "input_sample_rate": 24_000,
         "output_sample_rate": 24_000, "decode_upsample_rate": 1920, "encode_downsample_rate": 1920,
-        "decoder_config": {**asdict(TINY_CODEC if tiny else PUBLISHED_CODEC), "hidden_act": "silu"},
+        "decoder_config": decoder_keys(size) | {"hidden_act": "silu"},
         "encoder_config": _TINY_ENCODER if tiny else {},
     }  # fmt: skip
 

@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -30,7 +29,7 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
-from benchmarks.checkpoint import PUBLISHED_CODEC, TINY_CODEC, codec_values, fill, qwen3_config
+from benchmarks.checkpoint import codec_values, decoder_keys, fill, qwen3_config
 from benchmarks.common import FRAMES_PER_SECOND, Bench, Row, environment_with, parser, read
 
 SITE = "NIGHTJAR_REFERENCE_SITE"
@@ -59,7 +58,7 @@ def reference_config(size: str) -> dict[str, Any]:
 
 def decoder_config(size: str) -> dict[str, Any]:
     """The package's keyword arguments of its codec decoder's config, which knows three of ours by itself."""
-    config = asdict(TINY_CODEC if size == "tiny" else PUBLISHED_CODEC)
+    config = decoder_keys(size)
     for ours in ("rms_norm_eps", "upsample_rates", "upsampling_ratios"):
         del config[ours]
     return config | {"num_semantic_quantizers": 1, "vector_quantization_hidden_dimension": 512}
