@@ -15,6 +15,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from itertools import chain
 from pathlib import Path, PurePath
 from tarfile import TarError
@@ -33,10 +34,12 @@ from jobs.packs import map_ahead
 from jobs.store import ObjectStore
 from jobs.store.base import sha256_of, split_key
 from pipelines.errors import NightjarError, StoreError, invalid
+from pipelines.registry import describe, open_decoder
 from pipelines.request import CodecIdentity
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
+    from jobs.settings import Settings
     from pipelines.results import StageDecoder
 
 #: Maximum utterances in the decoder at once.
@@ -95,6 +98,24 @@ def items_of_export(folder: Path) -> Iterator[CodedItem]:
         raise invalid(
             f"The export {folder} is damaged: {type(error).__name__}: {error}.", "Export again."
         ) from error
+
+
+def decode_source(
+    settings: Settings, source: tuple[Ledger, ObjectStore, Job] | Path, to: Path, model: str | None
+) -> tuple[int, int]:
+    """Decodes a job, or an export in a folder, with the decoder of a model; None: of the one that made the codes.
+    Returns as `decode` does, whose errors it raises."""
+    if isinstance(source, Path):
+        spec, items = JobSpec(""), items_of_export(source)
+    else:
+        spec, items = source[2].spec, items_of_job(*source)
+    if (first := next(items, None)) is None:
+        return 0, 0
+    chosen = model or first.about["model"]
+    # An export made again may have other items.
+    identity = sha256_of((source / END).read_bytes()) if isinstance(source, Path) else source[2].id
+    with closing(open_decoder(chosen, **settings.engine_options(describe(chosen)))) as decoder:
+        return decode(chain([first], items), decoder, chosen, to.absolute(), spec, identity)
 
 
 def decode(

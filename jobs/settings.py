@@ -240,6 +240,9 @@ class Schedule(SettingsGroup):
     `home`."""
     splits: str | None = None
     """Splits of the exports, for example train=0.98,dev=0.01,test=0.01."""
+    export_options: dict[str, Any] = {}
+    """Options of the exports by their Python names, such as `unique = true`, and a table for each format with its
+    own."""
     #: All other keys are options of the job, by their Python names (`jobs.job_options`).
     options: Annotated[dict[str, Any], AfterValidator(_job_options)] = {}
 

@@ -336,6 +336,7 @@ class LineChecker:
         card, defaults = voices.card, spec.generation
         self._able = self._capabilities = card.capabilities
         # A text that is too long is spoken in parts, whose audio is joined.
+        self._makes_codes = bool(spec.output)
         if not spec.output and not self._able.multi_turn:
             longest = max(self._able.max_text_characters, MAX_LONG_CHARACTERS)
             self._capabilities = dataclasses.replace(self._able, max_text_characters=longest)
@@ -468,6 +469,8 @@ class LineChecker:
             advice = error.advice
             if error.code is ErrorCode.INPUT_AUDIO_MISSING and role == "assistant":
                 advice = "Add a system audio message with the assistant's voice, or speak the user's text with --speak user."
+            if error.code is ErrorCode.INPUT_TOO_LONG and self._makes_codes:
+                advice = f"{advice} A job with --output codes or both does not split texts: their parts are joined as audio, which has no codes."
             where = f"Message {turn}: " if numbered else ""
             raise InputError(error.code, f"{where}{error.message}", advice) from None
 

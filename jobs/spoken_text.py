@@ -23,6 +23,8 @@ from pipelines.text_units import TextUnits
 
 #: Limits of a lexicon, which is part of the job's spec.
 MAX_ENTRIES, MAX_ENTRY_CHARACTERS = 5_000, 200
+#: A first row that is no entry.
+_HEADER = ["word", "spelling"]
 LIBRARY = "damga"
 #: A line without such a mark has nothing that is read otherwise than it is written: a digit, a sign, an
 #: abbreviation, a Roman number.
@@ -39,11 +41,13 @@ def read_lexicon(path: Path) -> dict[str, str]:
         raise _refused(path, f"cannot be read: {error}") from None
     entries: dict[str, str] = {}
     for number, row in enumerate(rows, 1):
-        if not any(map(str.strip, row)):
+        if not any(map(str.strip, row)) or (number == 1 and [*map(str.strip, row)] == _HEADER):
             continue
         where = f"is wrong in row {number}"
         if len(row) != 2 or not (word := row[0].strip()) or not (spelling := row[1].strip()):
-            raise _refused(path, f"{where}: a row is a word and its spelling")
+            raise _refused(
+                path, f"{where}: a row is a word and its spelling, and the only header is {','.join(_HEADER)}"
+            )
         if word in entries:
             raise _refused(path, f"{where}: {printable(word)!r:.100} has an earlier row")
         if (

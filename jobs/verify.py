@@ -18,9 +18,6 @@ from pipelines.errors import ErrorCode, StoreError
 
 _THREADS = 8
 _AHEAD = 64
-#: Number of folder listings in the cache. Objects are ordered by folder, but objects of several packs
-#: alternate.
-_FOLDERS = 16
 
 
 #: A fault of an object: it is missing, or its hash differs.
@@ -93,7 +90,8 @@ def listed_faults(store: ObjectStore, objects: Iterable[Expected]) -> Iterator[t
     Raises `StoreError` if the store fails.
     """
 
-    @lru_cache(_FOLDERS)
+    # Objects of a kind are in the order of their folders, and all packs are in one.
+    @lru_cache(1)
     def sizes(folder: str) -> dict[str, int]:
         return {info.key: info.bytes for info in store.list(folder)}
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jobs.job_options import JobOptions
-    from nightjar.job import Item, Job, Report, export
+    from nightjar.job import Item, Job, Report, augment, decode, export
     from nightjar.runs import find_job, find_jobs, run, submit
     from nightjar.voice import Sound, Voice, open_model
     from pipelines.errors import ErrorCode, InputError, NightjarError
@@ -32,6 +32,8 @@ __all__ = [
     "Report",
     "Sound",
     "Voice",
+    "augment",
+    "decode",
     "export",
     "find_job",
     "find_jobs",
@@ -51,6 +53,8 @@ _MODULES = {
     "Report": "nightjar.job",
     "Sound": "nightjar.voice",
     "Voice": "nightjar.voice",
+    "augment": "nightjar.job",
+    "decode": "nightjar.job",
     "export": "nightjar.job",
     "find_job": "nightjar.runs",
     "find_jobs": "nightjar.runs",

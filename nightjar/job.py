@@ -13,7 +13,6 @@ from dataclasses import InitVar, dataclass
 from functools import cached_property
 from html import escape
 from importlib import import_module
-from inspect import signature
 from itertools import islice
 from numbers import Integral, Real
 from pathlib import Path
@@ -31,14 +30,14 @@ from jobs.ledger.status import JobStatus
 from jobs.packs import ArtifactReader
 from jobs.progress import Progress
 from jobs.recent_jobs import FoundJob
-from jobs.settings import Settings
+from jobs.settings import Settings, load_settings
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.status import status_lines
 from jobs.store import ObjectStore, open_store, store_of
 from jobs.where import Where, parse_where
 from nightjar.local_thread import LocalThread
 from nightjar.voice import Sound, check_type
-from pipelines.audio import decode
+from pipelines import audio as sounds
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, NotFoundError, ServiceError, invalid
 
 if TYPE_CHECKING:
@@ -53,11 +52,6 @@ POLL_SECONDS = 0.25
 #: Maximum length of the audio of an item that is read.
 MAX_SECONDS = 24 * 3600.0
 _PAGE_ITEMS = 1000
-#: Options of `jobs.export.export_jobs` for users.
-_EXPORT_OPTIONS = (
-    *("audio_format", "sample_rate", "splits", "audio_root", "absolute"),
-    *("unique", "license", "dialogues", "gaps", "interleave", "tokenizer"),
-)
 _ENDED = {*ItemState} - {ItemState.PENDING}
 
 
@@ -103,7 +97,7 @@ class Item:
                 f"The item {self.id[:100]!r} has no audio: it is {self.state}.",
                 self.error or "",
             )
-        return Sound(*decode(job._reader.read(row.artifact), max_seconds=MAX_SECONDS), self.text)
+        return Sound(*sounds.decode(job._reader.read(row.artifact), max_seconds=MAX_SECONDS), self.text)
 
     @property
     def text(self) -> str:
@@ -519,21 +513,45 @@ def export(
 ) -> Path:
     """Exports the items of jobs that have audio so far to one dataset, as `nightjar export` does, and returns
     its path. `where`: a filter as in `Job.items`; `options`: the options of `jobs.export.export_jobs`."""
-    from jobs.export import StoredJob, export_jobs, parse_splits
+    from jobs.export import StoredJob, export_jobs, parsed_options
 
     check_type("to", to, (str, os.PathLike), "a path")
-    if unknown := sorted(options.keys() - signature(export_jobs).parameters.keys()):
-        raise unknown_name("option", unknown[0], _EXPORT_OPTIONS)
-    if isinstance(splits := options.get("splits"), str):
-        options["splits"] = parse_splits(splits)
-    if isinstance(root := options.get("audio_root"), str):
-        options["audio_root"] = Path(root)
+    options = parsed_options(options, "s3", "replaces", "part_bytes", "on_part")
     chosen = list(jobs)
     if not chosen:
         raise invalid("There are no jobs to export.", "Give at least one job.")
     options = {"s3": chosen[0]._settings.s3, **options}
     stored = [StoredJob(job._ledger, job._confirmed(), job._ledger.job(job.id)) for job in chosen]
     return Path(export_jobs(stored, format, str(to), where=_filter(where), **options).to)
+
+
+def decode(source: Job | str | Path, to: str | Path, *, model: str | None = None) -> Path:
+    """Makes the audio of a job, or of an export to a folder, from its codes, as `nightjar decode` does, in the new
+    folder `to`. `model`: whose codec decodes. Raises `NightjarError`."""
+    from jobs.decode import decode_source
+
+    check_type("source", source, (Job, str, os.PathLike), "a job, or the folder of an export")
+    check_type("to", to, (str, os.PathLike), "a path")
+    if isinstance(source, Job):
+        known = source._ledger, source._confirmed(), source._ledger.job(source.id)
+        decode_source(source._settings, known, Path(to), model)
+    else:
+        decode_source(load_settings(), Path(source), Path(to), model)
+    return Path(to).absolute()
+
+
+def augment(source: str | Path, to: str | Path, **effects: Any) -> Path:
+    """Writes a second dataset from an export, as `nightjar augment` does. `effects`: `seed`, `speed`, `room`, `noise`,
+    `snr`, `band` and `codecs`, with ranges as pairs such as `snr=(5, 20)`. Raises `NightjarError`."""
+    from jobs.export.augment import augment as write
+
+    for name, path in (("source", source), ("to", to)):
+        check_type(name, path, (str, os.PathLike), "a path")
+    for name in ("room", "noise"):
+        if isinstance(effects.get(name), str):
+            effects[name] = Path(effects[name])
+    write(Path(source), str(to), s3=load_settings().s3, **effects)
+    return Path(to)
 
 
 def _filter(text: str | None) -> Where | None:

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import structlog
 
-from jobs.export import export, find_format, own_output, parse_splits
-from jobs.export.items import Splits
+from jobs.export import OPTIONS, checked_format, export, find_format, own_output, parsed_options
+from jobs.export.audio import Conversion
 from jobs.formatting import counted, printable
 from jobs.ingest import submit
 from jobs.job_options import SubmitOptions, job_of
@@ -260,8 +260,8 @@ class Night:
         try:
             store = store_of(job, s3)
             if format != REPORT:
-                splits = _splits(format, self.schedule)
-                made = export(ledger, store, job.id, format, to, splits=splits, s3=s3, replaces=own)
+                options = _options(format, self.schedule)
+                made = export(ledger, store, job.id, format, to, s3=s3, replaces=own, **options)
                 return Dataset(format, to, made.items)
             from jobs.report import write_report
 
@@ -363,10 +363,20 @@ def place_of(settings: Settings, name: str, format: str, night: date) -> str:
     return place + (extension if _OPEN_END.search(to) else "")
 
 
-def _splits(format: str, schedule: Schedule) -> Splits | None:
-    """The splits of an export; None if it has none."""
-    wanted = schedule.splits
-    return parse_splits(wanted) if wanted and find_format(format).splittable else None
+def _options(format: str, schedule: Schedule) -> dict[str, Any]:
+    """The options of an export. Raises `config.invalid` for those that cannot be used."""
+    tables = {name: value for name, value in schedule.export_options.items() if isinstance(value, dict)}
+    if unused := sorted(tables.keys() - schedule.exports):
+        raise invalid(f"`export_options` has a table for {unused[0]!r:.40}.", "Name its format in `exports`.")
+    given = {name: value for name, value in schedule.export_options.items() if name not in tables}
+    given |= tables.get(format, {})
+    for name, value in given.items():
+        if type(value) is not OPTIONS.get(name) or name == "splits":
+            known = ", ".join(f"{own} ({kind.__name__})" for own, kind in OPTIONS.items() if own != "splits")
+            raise invalid(f"`export_options` has {name[:40]} = {value!r:.80}.", f"Options are: {known}.")
+    if schedule.splits and find_format(format).splittable:
+        given["splits"] = schedule.splits
+    return parsed_options(given)
 
 
 def check_exports(settings: Settings, names: Collection[str]) -> None:
@@ -380,7 +390,13 @@ def check_exports(settings: Settings, names: Collection[str]) -> None:
             try:
                 place = place_of(settings, name, wanted, date.today())
                 if wanted != REPORT:
-                    find_format(wanted).check(place, store_url, spec, _splits(wanted, schedule))
+                    options = _options(wanted, schedule)
+                    conversion = Conversion.of(
+                        options.pop("audio_format", None), options.pop("sample_rate", None), spec.format
+                    )
+                    for other in ("absolute", "part_bytes"):
+                        options.pop(other, None)
+                    checked_format(find_format(wanted), place, store_url, spec, conversion, **options)
                 elif is_remote(place):
                     raise invalid("A report is one local file.", "")
             except ConfigError as error:

@@ -7,8 +7,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
-from itertools import chain
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ from jobs.cli.options import (
 from jobs.console import FAILED, LOCAL_PATH, NamedPath, Output, flag, option
 from jobs.formatting import bytes_text, counted, printable
 from jobs.job_options import user_name
-from jobs.ledger.records import Decision, Job, JobSpec
+from jobs.ledger.records import Decision, Job
 from jobs.recent_jobs import FoundJob, chosen_jobs, out_option
 from jobs.settings import load_settings
 from pipelines.audio_format import AUDIO_FORMATS
@@ -207,29 +206,14 @@ def decode(source: str, to: Path, model: str | None, home: str | None, output: O
       nightjar decode JOB --to audio
       nightjar decode datasets/night --to audio
     """
-    from jobs import decode as decoding
-    from jobs.export.files import END
-    from jobs.store.base import sha256_of
-    from pipelines.registry import describe, open_decoder
+    from jobs.decode import decode_source
 
-    job, folder = None, to.absolute()
-    with ExitStack() as opened:
-        if Path(source).is_dir():
-            settings, spec = load_settings(home=home), JobSpec("")
-            items = decoding.items_of_export(Path(source))
-        else:
-            (found,) = opened.enter_context(chosen_jobs([source], home))
-            settings, job = found.settings, found.job
-            spec, items = job.spec, decoding.items_of_job(found.ledger, found.store, job)
-        first = next(items, None)
-        chosen = model or (first.about["model"] if first else "")
-        done = kept = 0
-        if first is not None:
-            options = settings.engine_options(describe(chosen))
-            decoder = opened.enter_context(closing(open_decoder(chosen, **options)))
-            # An export made again may have other items.
-            identity = sha256_of(Path(source, END).read_bytes()) if job is None else job.id
-            done, kept = decoding.decode(chain([first], items), decoder, chosen, folder, spec, identity)
+    folder = to.absolute()
+    if Path(source).is_dir():
+        done, kept = decode_source(load_settings(home=home), Path(source), folder, model)
+    else:
+        with chosen_jobs([source], home) as (found,):
+            done, kept = decode_source(found.settings, (found.ledger, found.store, found.job), folder, model)
     output.result(str(folder), "nightjar.decode/1", to=str(folder), items=done, kept=kept)
     output.note(f"{counted(done, 'item')}, {kept} of them kept.")
 
@@ -389,7 +373,7 @@ def _decide(found: FoundJob, output: Output, ids: Sequence[str], decision: Decis
     from jobs.export.manifest import renew_manifest
 
     listed = sys.stdin.buffer.read().decode(errors="replace").split("\n") if "-" in ids else ()
-    chosen = [*(one for one in ids if one != "-"), *filter(None, listed)]
+    chosen = [*(one for one in ids if one != "-"), *filter(None, (one.removesuffix("\r") for one in listed))]
     count = found.ledger.decide(found.id, chosen, decision)
     text = printable(f"{counted(count, 'item')} of {found.id} {decision}.")
     view = {"accepted": decision.accepted, "items": count}

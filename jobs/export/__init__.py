@@ -1,18 +1,20 @@
 """Exports of jobs as datasets, and the interface for formats of other packages."""
 
-from jobs.export.export import ExportReport, export, export_jobs
+from jobs.export.export import OPTIONS, ExportReport, checked_format, export, export_jobs, parsed_options
 from jobs.export.files import PartFiles, own_output
 from jobs.export.formats import ExportFormat, find_format, format_names
 from jobs.export.items import AudioItem, Part, item_metadata, parse_splits
 from jobs.export.job_set import StoredJob
 
 __all__ = [
+    "OPTIONS",
     "AudioItem",
     "ExportFormat",
     "ExportReport",
     "Part",
     "PartFiles",
     "StoredJob",
+    "checked_format",
     "export",
     "export_jobs",
     "find_format",
@@ -20,4 +22,5 @@ __all__ = [
     "item_metadata",
     "own_output",
     "parse_splits",
+    "parsed_options",
 ]

@@ -70,7 +70,7 @@ def parse_range(text: str) -> list[float]:
     raise invalid(f"{text[:40]!r} is not a range.", "Write a number, or LOW..HIGH such as 5..20.")
 
 
-class Effects(msgspec.Struct, frozen=True, kw_only=True):
+class Effects(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What happens to the items of a dataset; None: nothing of that kind."""
 
     seed: int = 0

@@ -23,6 +23,8 @@ from pipelines.languages import language_code
 _SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B")
 #: Maximum number of rows of a table, and of samples.
 ROWS, _SAMPLES = 50, 5
+#: Number of names whose sums are in memory.
+_NAMES = 10_000
 _decode = msgspec.json.Decoder(tuple[str, int]).decode
 
 
@@ -30,12 +32,19 @@ class Hours:
     """Sums milliseconds of audio by name. Any number of names is possible: they are sorted on disk."""
 
     def __init__(self) -> None:
-        self._lines = SortedLines()
+        self._sums, self._lines = Counter[str](), SortedLines()
         #: Number of names, known once `longest` was called.
         self.names = 0
 
     def add(self, name: str, milliseconds: int) -> None:
-        self._lines.add(json_line((name, milliseconds)))
+        self._sums[name] += milliseconds
+        if len(self._sums) > _NAMES:
+            self._spill()
+
+    def _spill(self) -> None:
+        for pair in self._sums.items():
+            self._lines.add(json_line(pair))
+        self._sums.clear()
 
     def longest(self) -> list[tuple[str, int]]:
         """The names with the most audio, with their milliseconds."""
@@ -45,6 +54,7 @@ class Hours:
                 self.names += 1
                 yield -sum(milliseconds for _, milliseconds in pairs), name
 
+        self._spill()
         return [(name, -negative) for negative, name in heapq.nsmallest(ROWS, sums())]
 
 

@@ -25,9 +25,10 @@ import msgspec
 
 from jobs.codes import StoredCodes
 from jobs.export.files import PartFiles, json_line
-from jobs.export.folder_formats import kaldi_ids, one_line
+from jobs.export.folder_formats import kaldi_ids
 from jobs.export.formats import ExportFormat
 from jobs.export.items import AudioItem, Part, facts, item_metadata
+from jobs.export.line_formats import one_line
 from jobs.ledger.records import Job, JobSpec
 from pipelines.errors import invalid, missing_library
 

@@ -5,7 +5,7 @@ bytes each time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,15 +22,16 @@ from jobs.export.code_formats import interleaved
 from jobs.export.conversation import of_dialogues
 from jobs.export.files import Dataset, Identity, PartFiles, json_bytes, open_destination, output, own_output
 from jobs.export.formats import ExportFormat, find_format
-from jobs.export.items import WHOLE, AudioItem, LeftOut, Part, Plan, Splits, make_plan
+from jobs.export.items import WHOLE, AudioItem, LeftOut, Part, Plan, Splits, make_plan, parse_splits
 from jobs.export.job_set import JobSet, StoredJob
 from jobs.export.manifest import manifest_line, renew_manifest
-from jobs.ledger.records import WORDS, ItemRow, ItemState
+from jobs.job_options import unknown_name
+from jobs.ledger.records import WORDS, ItemRow, ItemState, JobSpec
 from jobs.provenance import exporter_record, read_records
 from jobs.recent_jobs import out_option
 from jobs.store import ObjectStore, is_remote
 from jobs.verify import expected_objects, listed_faults
-from jobs.where import Where
+from jobs.where import Where, parse_where
 from pipelines.errors import ErrorCode, NightjarError, StoreError, invalid
 
 if TYPE_CHECKING:
@@ -44,6 +45,20 @@ SHOWN_LOST = 5
 #: Maximum size of the audio in one file of a dataset: a compromise between few files and little repeated work
 #: after a stop.
 PART_BYTES = 500_000_000
+#: The options of an export for users, by their names in Python and in schedules, with the type of their values.
+OPTIONS: dict[str, type] = {
+    **dict.fromkeys(("audio_format", "splits", "audio_root", "where", "license"), str),
+    **dict.fromkeys(("dialogues", "gaps", "interleave", "tokenizer"), str),
+    "sample_rate": int,
+    "part_mb": int,
+    "absolute": bool,
+    "unique": bool,
+}
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "splits": parse_splits,
+    "audio_root": Path,
+    "where": parse_where,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +79,42 @@ class ExportReport:
     def left_out(self) -> int:
         """Number of items of the jobs that were not written."""
         return self.reasons.items
+
+
+def parsed_options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
+    """The arguments of `export_jobs` for options, of which texts are read as the command does. `others`: further
+    arguments that may be given. Raises `config.invalid`."""
+    for name in given:
+        if name not in (*OPTIONS, *others):
+            raise unknown_name("option", name, OPTIONS)
+    options: dict[str, Any] = {
+        name: _PARSERS[name](value) if name in _PARSERS and isinstance(value, str) else value
+        for name, value in given.items()
+    }
+    if (part_mb := options.pop("part_mb", None)) is not None:
+        options["part_bytes"] = part_mb * 10**6
+    return options
+
+
+def checked_format(
+    chosen: ExportFormat,
+    to: str,
+    store_url: str,
+    spec: JobSpec,
+    conversion: Conversion,
+    *,
+    dialogues: str | None = None,
+    gaps: str | None = None,
+    interleave: str | None = None,
+    tokenizer: str | None = None,
+    **options: Any,
+) -> ExportFormat:
+    """The format with its options for jobs with this spec. `options`: those of `ExportFormat.check`, whose errors
+    this raises."""
+    chosen = of_dialogues(chosen, dialogues, gaps, conversion, spec.speak)
+    chosen = interleaved(chosen, interleave, tokenizer, spec)
+    chosen.check(to, store_url, spec, conversion=conversion, **options)
+    return chosen
 
 
 def export(
@@ -132,17 +183,16 @@ def export_jobs(
     jobs = sorted(found.values(), key=lambda one: (one.job.created_at, one.job.id))
     conversion = _conversion(chosen, jobs, audio_format, sample_rate)
     for one in jobs:
-        _, store, job = one
-        chosen = of_dialogues(chosen, dialogues, gaps, conversion, job.spec.speak)
-        chosen = interleaved(chosen, interleave, tokenizer, job.spec)
-        chosen.check(
-            to, store.url, job.spec, splits, audio_root, conversion, where, unique=unique, license=license
-        )
+        chosen = checked_format(
+            chosen, to, one.store.url, one.job.spec, conversion,
+            dialogues=dialogues, gaps=gaps, interleave=interleave, tokenizer=tokenizer,
+            splits=splits, audio_root=audio_root, where=where, unique=unique, license=license,
+        )  # fmt: skip
         if chosen.failure_line is None and audio_root is None:
             _refuse_lost(one, where, chosen)
         # A killed process may have left an old one. The ledger and the store may be read-only.
         with suppress(NightjarError):
-            renew_manifest(one.ledger, store, job.id)
+            renew_manifest(one.ledger, one.store, one.job.id)
     job_set = JobSet(jobs, where, chosen, unique=unique)
     one_file = chosen.one_file(splits)
     path = None if to == "-" or is_remote(to) else Path(to).absolute()

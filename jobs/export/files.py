@@ -21,10 +21,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from gzip import GzipFile
 from io import BufferedWriter, FileIO
-from itertools import chain
+from itertools import chain, count, pairwise, starmap
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
@@ -46,7 +47,10 @@ Record = TypeVar("Record")
 _BUFFER_BYTES = 1 << 20
 #: Higher levels make manifests only a little smaller, but the export much slower.
 _GZIP_LEVEL = 3
-_SORT_BYTES = 32 << 20
+#: Size of the lines that are sorted in memory, where they need a few times as much, and of those of a run that are read at once.
+_SORT_BYTES, _READ_BYTES = 4 << 20, 16 << 10
+#: Number of small files that are published together.
+BATCH_FILES = 2_000
 AGAIN = "Move it away; the next export writes the dataset again."
 
 
@@ -168,26 +172,38 @@ class WrittenFile(msgspec.Struct, frozen=True):
     sha256: str
 
 
+_decode_file = msgspec.json.Decoder(WrittenFile).decode
+
+
 class PartFiles:
-    """The files of one part of a dataset, written to the scratch folder and moved to the destination
-    together; a context manager.
+    """The files of one part of a dataset, written to the scratch folder and moved to the destination together,
+    small ones also before that; a context manager.
 
     Unpublished files stay in the scratch folder until it is removed. `OSError` becomes `store.full` or
     `config.invalid`.
     """
 
-    def __init__(self, destination: Destination, names: AudioNames) -> None:
+    def __init__(
+        self, destination: Destination, names: AudioNames, record: str, note: Callable[[WrittenFile], None]
+    ) -> None:
+        """`record`: the beginning of the names of the lists of the files; `note`: is called with each published
+        file."""
         self.destination = destination
         self._names = names
-        #: Name -> path in the scratch folder, for all files; name -> file, for the open ones.
-        self._paths: dict[str, Path] = {}
-        self._open: dict[str, BufferedWriter[FileIO]] = {}
+        self._record = record
+        self._note = note
+        #: Number of files, and of published lists of small ones.
+        self._made = self._lists = 0
+        #: Name -> number in the scratch folder, for the small files that are not published; name -> file, for the
+        #: open ones.
+        self._added: dict[str, int] = {}
+        self._open: dict[str, tuple[int, BufferedWriter[FileIO]]] = {}
 
     def __enter__(self) -> PartFiles:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        for file in self._open.values():
+        for _, file in self._open.values():
             # Not flushed: unpublished files are not needed, and a full disk would raise again.
             file.raw.close()
         if isinstance(error, OSError):
@@ -205,17 +221,23 @@ class PartFiles:
     def open(self, name: str) -> IO[bytes]:
         """Opens a new file; its name is relative to the destination. Raises `OSError`, also when the file is
         written."""
-        file = self._open[name] = BufferedWriter(FileIO(self._scratch_path(name), "w"), _BUFFER_BYTES)
+        file = BufferedWriter(FileIO(self._path(self._made), "w"), _BUFFER_BYTES)
+        self._open[name] = self._made, file
+        self._made += 1
         return file
 
     def add(self, name: str, data: bytes) -> None:
-        """Writes a small file and closes it: a part can have more files than a process can open. Raises
-        `OSError`."""
-        self._scratch_path(name).write_bytes(data)
+        """Writes a small file and closes it: a part can have more files than a process can open. Many of them are
+        published, so that their names need little memory. Raises `OSError`."""
+        self._path(self._made).write_bytes(data)
+        self._added[name] = self._made
+        self._made += 1
+        if len(self._added) == BATCH_FILES:
+            self._lists += 1
+            self._publish(f"{self._record}-{self._lists}.json", self._added)
 
-    def _scratch_path(self, name: str) -> Path:
-        path = self._paths[name] = self.destination.scratch / f"{len(self._paths):06d}"
-        return path
+    def _path(self, number: int) -> Path:
+        return self.destination.scratch / f"{number:06d}"
 
     def gzip(self, name: str) -> GzipFile:
         """Opens a new gzip file; equal content gives equal bytes."""
@@ -225,41 +247,46 @@ class PartFiles:
         """Makes a `SortedLines` in the scratch folder."""
         return SortedLines(self.destination.scratch)
 
-    def publish(self, record: str) -> list[WrittenFile]:
-        """Syncs every file to the disk, writes their list to `record`, and moves them to the destination.
-
-        Raises `OSError` and the errors of `Destination.publish`.
-        """
-        for file in self._open.values():
+    def publish(self) -> None:
+        """Publishes all files. Raises `OSError` and the errors of `Destination.publish`."""
+        for _, file in self._open.values():
             file.flush()
             os.fsync(file.fileno())
             file.close()
-        if len(self._paths) > len(self._open):
-            # One call for all added files.
+        self._publish(
+            f"{self._record}.json", self._added | {name: number for name, (number, _) in self._open.items()}
+        )
+
+    def _publish(self, record: str, numbers: Mapping[str, int]) -> None:
+        """Syncs the small files to the disk, writes a list of files, and moves these to the destination."""
+        if self._added:
+            # One call for all of them.
             folder = os.open(self.destination.scratch, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 sync_file_system(folder)
             finally:
                 os.close(folder)
-        written = [
-            WrittenFile(name, path.stat().st_size, file_sha256(path)) for name, path in self._paths.items()
-        ]
+        paths = {name: self._path(number) for name, number in numbers.items()}
+        written = [WrittenFile(name, path.stat().st_size, file_sha256(path)) for name, path in paths.items()]
         self.destination.write_record(record, written)
         for file in written:
-            self.destination.publish(file.name, self._paths[file.name], file.sha256)
-        return written
+            self.destination.publish(file.name, paths[file.name], file.sha256)
+            self._note(file)
+        self._added.clear()
 
 
 class SortedLines:
-    """Takes lines in any order and yields them sorted by their bytes (the C locale); sorted runs are
-    temporary files in `folder`; None: in the system's."""
+    """Takes lines in any order and yields them sorted by their bytes (the C locale); sorted runs are in a
+    temporary file in `folder`; None: in the system's."""
 
     def __init__(self, folder: Path | None = None, run_bytes: int = _SORT_BYTES) -> None:
         self._folder = folder
         self._run_bytes = run_bytes
         self._lines: list[bytes] = []
         self._bytes = 0
-        self._runs: list[IO[bytes]] = []
+        self._file: IO[bytes] | None = None
+        #: The ends of the runs, after their beginning.
+        self._ends = [0]
 
     def add(self, line: bytes) -> None:
         """Adds a line, which ends with its only newline."""
@@ -267,14 +294,23 @@ class SortedLines:
         self._bytes += len(line)
         if self._bytes >= self._run_bytes:
             # The system deletes a file without a name when it is closed.
-            self._runs.append(tempfile.TemporaryFile(dir=self._folder))  # noqa: SIM115
-            self._runs[-1].writelines(sorted(self._lines))
+            self._file = self._file or tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+            self._file.seek(0, os.SEEK_END)
+            self._file.writelines(sorted(self._lines))
+            self._ends.append(self._file.tell())
             self._lines, self._bytes = [], 0
 
     def __iter__(self) -> Iterator[bytes]:
-        for run in self._runs:
-            run.seek(0)
-        return heapq.merge(sorted(self._lines), *self._runs)
+        return heapq.merge(sorted(self._lines), *starmap(self._run, pairwise(self._ends)))
+
+    def _run(self, start: int, end: int) -> Iterator[bytes]:
+        """The lines of a run; a few are in memory."""
+        while self._file is not None and start < end:
+            self._file.seek(start)
+            for line in self._file.readlines(_READ_BYTES):
+                if start < end:
+                    start += len(line)
+                    yield line
 
 
 #: Subfolder for the records of an incomplete export.
@@ -305,6 +341,15 @@ class Destination:
         such as `_export/`."""
         return {info.key: info.bytes for info in self.store.list(below)}
 
+    def lost(self, files: Iterable[WrittenFile]) -> str | None:
+        """The name of one of these files, which are sorted, that is missing or has another size, or None."""
+        found = self.store.list("")
+        for file in files:
+            info = next((one for one in found if one.key >= file.name), None)
+            if info is None or (info.key, info.bytes) != (file.name, file.bytes):
+                return file.name
+        return None
+
     def publish(self, name: str, path: Path, sha256: str) -> None:
         """Moves a finished local file to the destination."""
         with path.open("rb") as file:
@@ -321,14 +366,21 @@ class Destination:
         """Removes a file if it exists."""
         self.store.delete(name)
 
-    def write_record(self, name: str, value: object) -> None:
-        """Writes a small JSON file."""
-        path, data = self.scratch / RECORD, json_bytes(value)
-        with path_errors(path), path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        self.publish(name, path, sha256_of(data))
+    def write_record(self, name: str, value: object, files: Iterable[bytes] = ()) -> None:
+        """Writes a JSON file. `files`: the elements of its list `files`, which is empty in `value`."""
+        path = self.scratch / RECORD
+        before, found, after = json_bytes(value).partition(b'"files": []')
+        with path_errors(path):
+            with path.open("wb") as file:
+                file.write(before)
+                separator = b'"files": [\n  '
+                for one in files:
+                    file.write(separator + msgspec.json.format(one, indent=1).replace(b"\n", b"\n  "))
+                    separator = b",\n  "
+                file.write(b"\n ]" + after if found else b"")
+                file.flush()
+                os.fsync(file.fileno())
+            self.publish(name, path, file_sha256(path))
 
     def record(self, name: str, kind: type[Record]) -> Record | None:
         """Reads a record, or returns None. Raises `config.invalid` for a file that is no record of an
@@ -385,6 +437,14 @@ class FolderDestination(Destination):
                     elif not stat.S_ISDIR(status.st_mode):
                         found[str(path.relative_to(self._folder))] = status.st_size
         return found
+
+    def lost(self, files: Iterable[WrittenFile]) -> str | None:
+        for file in files:
+            with self._at(file.name) as path, suppress(FileNotFoundError):
+                if path.lstat().st_size == file.bytes:
+                    continue
+            return file.name
+        return None
 
     def publish(self, name: str, path: Path, sha256: str) -> None:
         with self._at(name) as target:
@@ -491,7 +551,6 @@ class Dataset:
     destination: Destination
     identity: Identity
     names: AudioNames
-    files: list[WrittenFile] = field(default_factory=list[WrittenFile])
 
     def begin(self, replaces: Collection[str] = ()) -> bool:
         """Claims the destination for this export. True: the export is complete already. `replaces`: jobs whose
@@ -514,35 +573,58 @@ class Dataset:
         elif done is not None or old != identity:
             self._replace(old, [] if done is None else done.files, replaces)
         there.write_record(PLAN, identity)
-        self._sizes = there.sizes()
         return False
+
+    @cached_property
+    def _files(self) -> SortedLines:
+        """The files as lines of JSON, which are sorted by their names."""
+        return SortedLines(self.destination.scratch)
+
+    @cached_property
+    def _sizes(self) -> Mapping[str, int]:
+        """The files of a stopped export."""
+        return self.destination.sizes()
+
+    def _recorded(self, record: str) -> list[WrittenFile] | None:
+        """The files of a finished part; None: it is not finished."""
+        files = self.destination.record(f"{record}.json", list[WrittenFile])
+        if files is not None:
+            for number in count(1):
+                if (more := self.destination.record(f"{record}-{number}.json", list[WrittenFile])) is None:
+                    break
+                files += more
+        return files
 
     def add(self, name: str, write: Callable[[PartFiles], None], *, again: bool = False) -> bool:
         """Writes the files of a part, unless they are there and it is not written `again`. Returns whether it
         wrote them. Raises `config.invalid` for a changed file."""
-        record = f"{RECORDS}/{name}.json"
-        files = None if again else self.destination.record(record, list[WrittenFile])
+        record = f"{RECORDS}/{name}"
+        files = None if again else self._recorded(record)
         for file in files or ():
             if self._sizes.get(file.name, file.bytes) != file.bytes:
                 raise self._changed(file)
-        missing = files is None or _incomplete(self._sizes, files) is not None
-        if missing:
-            with PartFiles(self.destination, self.names) as part:
-                write(part)
-                files = part.publish(record)
-        self.files += files or ()
-        return missing
+        if files is not None and _incomplete(self._sizes, files) is None:
+            for file in files:
+                self._note(file)
+            return False
+        with PartFiles(self.destination, self.names, record, self._note) as part:
+            write(part)
+            part.publish()
+        return True
+
+    def _note(self, file: WrittenFile) -> None:
+        self._files.add(json_line(file))
 
     def finish(self, items: dict[str, int], reasons: LeftOut) -> None:
         """Writes the summary. `items`: those of each split. Raises `config.invalid` if a file is missing or has
         another size."""
         there = self.destination
-        if (gone := _incomplete(there.sizes(), self.files)) is not None:
+        if (gone := there.lost(map(_decode_file, self._files))) is not None:
             raise invalid(
                 f"{gone!r} in {there.address!r} was removed or changed during the export.", "Export again."
             )
-        files = sorted(self.files, key=lambda file: file.name)
-        there.write_record(END, Finished(self.identity, items, reasons.items, files, reasons))
+        finished = Finished(self.identity, items, reasons.items, [], reasons)
+        there.write_record(END, finished, self._files)
         there.remove_records()
 
     def _replace(self, old: Identity, listed: list[WrittenFile], replaces: Collection[str]) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import re
 import shlex
 import tarfile
-import unicodedata
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from gzip import GzipFile
@@ -46,24 +45,12 @@ from jobs.export.items import (
     item_metadata,
     picked,
 )
-from jobs.export.line_formats import espnet_line
+from jobs.export.line_formats import espnet_line, one_line
 from jobs.ledger.records import Job
 from pipelines.errors import invalid
 
-#: Unicode's categories of control characters and of line and paragraph separators.
-_BREAKS = {"Cc", "Zl", "Zp"}
 #: Rows of a table that are read at once.
 _BATCH = 100
-
-
-def one_line(text: str, separator: str = "") -> str:
-    """Makes a text fit into one field of a line: control characters, line breaks and the field separator
-    become spaces."""
-    return " ".join(
-        "".join(
-            " " if one == separator or unicodedata.category(one) in _BREAKS else one for one in text
-        ).split()
-    )
 
 
 def kaldi_ids(speaker: str, id: str) -> tuple[str, str]:

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
 _HASH_BYTES = 16
-#: Size of the lines that are sorted in memory, where they need twice as much.
-_SORT_BYTES = 16 << 20
 #: Values of a byte of `JobSet.choose`: exported, and exported with the id of its job before its example id.
 _EXPORTED, _RENAMED = 1, 2
 _decode_line = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -66,7 +64,7 @@ class Repeats:
     Two different keys have the same hash with a probability below 1e-20 for a billion items."""
 
     def __init__(self) -> None:
-        self._lines = SortedLines(run_bytes=_SORT_BYTES)
+        self._lines = SortedLines()
 
     def add(self, key: object, index: int, items: int = 1) -> None:
         """Adds the key of consecutive items, the first of which has this index."""

@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import hashlib
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -44,8 +45,25 @@ from pipelines.words import are_spaced
 _CUE_SECONDS, _CUE_CHARACTERS, _CUE_PAUSE_SECONDS = 7.0, 80, 0.8
 _LINE_CHARACTERS = 42
 _SENTENCE_ENDS = tuple(".!?…。！？")
+#: Unicode's categories of control characters and of line and paragraph separators.
+_BREAKS = {"Cc", "Zl", "Zp"}
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_messages = msgspec.json.Decoder(list[list[Any]]).decode
+
+
+def one_line(text: str, separator: str = "") -> str:
+    """Makes a text fit into one field of a line: control characters, line breaks and the field separator
+    become spaces."""
+    return " ".join(
+        "".join(
+            " " if one == separator or unicodedata.category(one) in _BREAKS else one for one in text
+        ).split()
+    )
+
+
+def said(words: Iterable[Word]) -> tuple[Word, ...]:
+    """The words on one line each, without those of control characters alone, which readers of files of words refuse."""
+    return tuple([Word(text, one.start_s, one.end_s) for one in words if (text := one_line(one.text))])
 
 
 def espnet_line(job: Job, items: Sequence[Located]) -> bytes:
@@ -124,8 +142,8 @@ def _batch_line(job: Job, custom_id: str, body: object, error: object) -> bytes:
 def ctm_lines(job: Job, item: AudioItem, where: str) -> bytes:
     """The lines of an item, one for each word."""
     return b"".join(
-        f"{item.name} 1 {word.start_s:.4f} {word.end_s - word.start_s:.4f} {word.text}\n".encode()
-        for word in item.words
+        f"{item.name} 1 {word.start_s:.4f} {word.end_s - word.start_s:.4f} {word.text.replace(' ', '_')}\n".encode()
+        for word in said(item.words)
     )
 
 
@@ -136,7 +154,7 @@ def textgrid(item: AudioItem) -> str:
     head = f'File type = "ooTextFile"\nObject class = "TextGrid"\n\nxmin = 0\nxmax = {item.seconds:.6f}\n'
     lines = [f"{head}tiers? <exists>\nsize = {len(tiers)}\nitem []:"]
     for number, (name, words) in enumerate(tiers.items(), 1):
-        spans = list(_covering(words, item.seconds))
+        spans = list(_covering(said(words), item.seconds))
         lines.append(
             f'    item [{number}]:\n        class = "IntervalTier"\n        name = "{name}"\n        xmin = 0\n'
             f"        xmax = {item.seconds:.6f}\n        intervals: size = {len(spans)}"
@@ -188,7 +206,7 @@ def srt(item: AudioItem) -> str:
     """SubRip subtitles."""
     return "\n".join(
         f"{number}\n{_clock(cue.start_s, ',')} --> {_clock(cue.end_s, ',')}\n{_lines(cue.text)}\n"
-        for number, cue in enumerate(cues(item.words), 1)
+        for number, cue in enumerate(cues(said(item.words)), 1)
     )
 
 
@@ -196,7 +214,7 @@ def vtt(item: AudioItem) -> str:
     """WebVTT subtitles."""
     return "WEBVTT\n" + "".join(
         f"\n{_clock(cue.start_s, '.')} --> {_clock(cue.end_s, '.')}\n{escape(_lines(cue.text), quote=False)}\n"
-        for cue in cues(item.words)
+        for cue in cues(said(item.words))
     )
 
 

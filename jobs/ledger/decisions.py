@@ -111,7 +111,8 @@ def decide(
     found = sql.rows(_FOUND, **values, heard=heard)
     for row in found:
         if row.problem:
-            raise ServiceError(ErrorCode.LEDGER_STATE, row.problem, "")
+            advice = f"Leave it out; `nightjar items {job_id}` shows each item."
+            raise ServiceError(ErrorCode.LEDGER_STATE, row.problem, advice)
     moved = [row.idx for row in found if row.moves]
     _move(sql, job, known.no, moved, decision.accepted)
     add_scores(sql, known.no, draws_of(sql, job_id, moved))

@@ -121,7 +121,9 @@ def lock_known_job(sql: Transaction, job_id: str, verb: str = "", *states: JobSt
         raise no_such_job(job_id)
     if states and job.state not in states:
         raise ServiceError(
-            ErrorCode.LEDGER_STATE, f"Job {job.id} is {job.state}, so it cannot be {verb}.", ""
+            ErrorCode.LEDGER_STATE,
+            f"Job {job.id} is {job.state}, so it cannot be {verb}.",
+            f"See it with `nightjar status {job.id}`.",
         )
     return job
 

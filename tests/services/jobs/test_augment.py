@@ -18,6 +18,7 @@ import soundfile
 from click.testing import CliRunner
 from scipy import signal
 
+import nightjar
 from jobs.cli import cli
 from jobs.export import augment as augmenting
 from jobs.export import export
@@ -335,3 +336,23 @@ def test_the_command(finished: Finished, effects: Effects, tmp_path: Path) -> No
     check_recipes(tmp_path / "to", effects)
     with tarfile.open(next((tmp_path / "to" / "train").glob("*.tar"))) as archive:
         assert [Path(name).suffix for name in archive.getnames()] == [".wav", ".json", ".txt"] * 2
+
+
+def test_python_augments_as_the_command_does(finished: Finished, effects: Effects, tmp_path: Path) -> None:
+    source = exported(finished, "webdataset", tmp_path / "source")
+    arguments = ["augment", str(source), "--to", str(tmp_path / "command"), "--noise", str(effects.noise)]
+    assert (
+        CliRunner().invoke(cli, [*arguments, "--snr", "3..9", "--codec", "mulaw", "--seed", "2"]).exit_code
+        == 0
+    )
+    given = {"noise": str(effects.noise), "snr": (3, 9), "codecs": ["mulaw"], "seed": 2}
+    to = nightjar.augment(str(source), tmp_path / "python", **given)
+    made = [
+        {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for folder in (to, tmp_path / "command")
+    ]
+    assert len(made[0]) > 3
+    assert made[0] == made[1]
+    for wrong, why in (({"spede": 1}, "spede"), ({"speed": 3}, "An effect is impossible"), ({}, "No effect")):
+        with pytest.raises(ConfigError, match=why):
+            nightjar.augment(source, tmp_path / "other", **wrong)

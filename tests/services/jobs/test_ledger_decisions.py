@@ -149,7 +149,7 @@ def test_a_redraw_makes_a_decision_void(ledger: Ledger) -> None:
     job = job_of(ledger, quarantined(0), quarantined(1), done(2))
     ledger.decide(job.id, ["e0", "e1"], Decision(False, "ada", "noise"))
     assert ledger.retry(job.id, None) == 2
-    with pytest.raises(ServiceError, match=r"\(e0\) has not ended, so it cannot be accepted"):
+    with pytest.raises(ServiceError, match=r"\(e0\) has not ended, so it cannot be accepted\. Leave it out"):
         ledger.decide(job.id, ["e0"], Decision(True, "ada"))
     lease = lease_next(ledger)
     # The second item gets the same audio again, so it is still refused.

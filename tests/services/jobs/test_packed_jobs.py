@@ -184,7 +184,7 @@ def test_a_format_of_paths_needs_a_folder_for_the_audio(packed: Finished, format
     with pytest.raises(ConfigError, match="audio-root"):
         export(packed.ledger, packed.store, packed.job_id, format, to)
     assert not Path(to).exists()
-    export(packed.ledger, packed.store, packed.job_id, format, to, packed.folder / "audio")
+    export(packed.ledger, packed.store, packed.job_id, format, to, audio_root=packed.folder / "audio")
     assert len(list((packed.folder / "audio").rglob("*.wav"))) == 7
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import tarfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +63,18 @@ def test_formats_of_one_file_have_their_extension(house: House, to: str, names: 
         ),
         ({"pack": True, "exports": ("webdataset", "nemo")}, "nemo: The format nemo names audio by its path"),
         ({"store_url": "s3://b/store", "exports": ("kaldi",)}, "kaldi: Readers of kaldi open local files"),
+        (
+            {"exports": ("nemo",), "export_options": {"uniqe": True}},
+            "nemo: `export_options` has uniqe = True",
+        ),
+        ({"exports": ("nemo",), "export_options": {"unique": "yes"}}, "has unique = 'yes'.* unique .bool."),
+        ({"exports": ("nemo",), "export_options": {"splits": "a=1"}}, "nemo: `export_options` has splits"),
+        ({"exports": ("nemo",), "export_options": {"where": "wer <"}}, "nemo: .*wer <"),
+        ({"exports": ("nemo",), "export_options": {"license": "mit"}}, "nemo is one file, without a card"),
+        ({"exports": ("nemo",), "export_options": {"rttm": {}}}, "a table for 'rttm'. Name its format in"),
+        ({"exports": ("rttm",), "export_options": {"gaps": "wide"}}, "'wide' are no distribution"),
+        ({"exports": ("nemo",), "export_options": {"interleave": "words"}}, "nemo is not interleaved"),
+        ({"exports": ("shar",), "export_options": {"audio_format": "mp4"}}, "'mp4' is unknown"),
     ],
 )
 def test_formats_that_never_fit_their_place_are_refused_before_the_night(
@@ -71,3 +86,33 @@ def test_formats_that_never_fit_their_place_are_refused_before_the_night(
     with pytest.raises(ConfigError, match=why):
         house.run()
     assert house.ledger.jobs() == []
+
+
+def test_exports_have_the_options_of_the_schedule(house: House) -> None:
+    """Those of all exports, and those of one format."""
+    options = {
+        "unique": True,
+        "webdataset": {
+            "audio_format": "flac",
+            "license": "cc0-1.0",
+            "part_mb": 1,
+            "where": "seconds > 0.05001",
+        },
+        "rttm": {"dialogues": "mono", "gaps": "0.5"},
+        "nemo": {"absolute": True},
+    }
+    fields = {"exports": ("webdataset", "manifest", "rttm", "nemo"), "export_options": options}
+    schedule = changed_schedule(house.settings.schedules["news"], **fields)
+    house.settings = house.settings.model_copy(update={"schedules": {"news": schedule}})
+    # The last one is a duplicate; the audio of the first one has 0.05 s, and that of the others a few samples more.
+    house.write(*map(line, "abc"), line("d", messages=[["user", "text", "good night b"]]))
+    house.make(house.run())
+    sets = {one.format: one for one in house.run().datasets}
+    assert [one.reason for one in sets.values()] == [None] * 4
+    items = {name: one.items for name, one in sets.items()}
+    assert items == {"webdataset": 2, "manifest": 3, "rttm": 3, "nemo": 3}
+    assert 'license: "cc0-1.0"' in (Path(sets["webdataset"].to) / "README.md").read_text()
+    with tarfile.open(Path(sets["webdataset"].to) / "train/shard-000000.tar") as shard:
+        assert {Path(name).suffix for name in shard.getnames()} == {".flac", ".json", ".txt"}
+    lines = Path(sets["nemo"].to).read_text().splitlines()
+    assert all(Path(json.loads(one)["audio_filepath"]).is_absolute() for one in lines)

@@ -6,6 +6,7 @@ import hashlib
 import io
 import random
 import tarfile
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,9 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.export import parse_splits
-from jobs.export.files import Destination, SortedLines
+from jobs.export.audio import AudioNames
+from jobs.export.files import (
+    BATCH_FILES,
+    Dataset,
+    Destination,
+    Finished,
+    FolderDestination,
+    Identity,
+    PartFiles,
+    SortedLines,
+    WrittenFile,
+    json_bytes,
+    open_destination,
+)
 from jobs.export.folder_formats import kaldi_ids, tar_file
-from jobs.export.items import WHOLE, exported, make_plan
+from jobs.export.items import WHOLE, LeftOut, exported, make_plan
 from jobs.ledger.records import Artifact, ItemRow, ItemState
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError, ErrorCode, StoreError
@@ -174,3 +188,66 @@ def test_a_bucket_takes_nothing_foreign_for_an_exports_file(tmp_path: Path) -> N
             publish(other)
         assert caught.value.code is ErrorCode.STORE_CONFLICT
     assert store.get("train/a.jsonl") == b"ours"
+
+
+def write_small_files(files: PartFiles, *, stopped: bool = False) -> None:
+    """Writes more files than are held, beside one that stays open."""
+    table = files.open("train/table.txt")
+    for number in range(BATCH_FILES + 2):
+        files.add(f"train/small/{number:06d}.txt", b"%d" % number)
+    table.write(b"the table")
+    if stopped:
+        raise KeyboardInterrupt
+
+
+def test_small_files_are_published_before_their_part_ends(tmp_path: Path) -> None:
+    identity = Identity("job", "textgrid", 1, "digest", (), 0, "")
+
+    def dataset() -> tuple[Dataset, bool]:
+        made = Dataset(there, identity, AudioNames((), None))
+        return made, made.begin()
+
+    def found() -> list[str]:
+        names = (str(path.relative_to(to)) for path in to.rglob("*") if path.is_file())
+        return sorted(name for name in names if name.startswith("train/"))
+
+    to = tmp_path / "to"
+    with open_destination(str(to), None) as there:
+        first, _ = dataset()
+        with pytest.raises(KeyboardInterrupt):
+            first.add("train-00000", partial(write_small_files, stopped=True))
+        assert len(found()) == BATCH_FILES
+    with open_destination(str(to), None) as there:
+        second, _ = dataset()
+        assert second.add("train-00000", write_small_files)
+        assert len(found()) == BATCH_FILES + 3
+    (to / "train/small/000000.txt").unlink()
+    for written_again in (True, False):
+        with open_destination(str(to), None) as there:
+            third, _ = dataset()
+            assert third.add("train-00000", write_small_files) is written_again
+    with open_destination(str(to), None) as there:
+        last, _ = dataset()
+        assert not last.add("train-00000", write_small_files)
+        last.finish({"train": 1}, LeftOut())
+        assert dataset()[1]
+    files = [
+        WrittenFile(name, len(data := (to / name).read_bytes()), hashlib.sha256(data).hexdigest())
+        for name in found()
+    ]
+    assert len(files) == BATCH_FILES + 3
+    assert (to / "export.json").read_bytes() == json_bytes(Finished(identity, {"train": 1}, 0, files))
+    assert [path.name for path in to.iterdir() if path.name != "train"] == ["export.json"]
+
+
+def test_a_lost_or_changed_file_is_found_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    store = FolderStore(tmp_path / "bucket")
+    files = [WrittenFile(name, 1, "") for name in ("a/b.txt", "a/c.txt", "b.txt")]
+    folder = FolderDestination(tmp_path / "bucket")
+    for name in ("a/b.txt", "a/b2.txt", "a/c.txt", "b.txt", "c.txt"):
+        store.put(name, b"x")
+    for there in (Destination(store, store.url, tmp_path), folder):
+        assert there.lost(files) is None
+        for wrong in (WrittenFile("a/b1.txt", 1, ""), WrittenFile("a/c.txt", 2, ""), WrittenFile("d", 1, "")):
+            assert there.lost(sorted([*files[:1], wrong], key=lambda one: one.name)) == wrong.name

@@ -70,6 +70,11 @@ def test_a_word_in_the_case_of_the_text_comes_first() -> None:
         ("SQL\n", "row 1: a row is a word and its spelling"),
         ("SQL,sequel,x\n", "row 1: a row is a word and its spelling"),
         ("\nSQL,\n", "row 2: a row is a word and its spelling"),
+        ("word,spelling\n", "has no rows"),
+        (
+            "word,spelling,notes\nSQL,sequel,\n",
+            "in row 1: a row is a word and its spelling, and the only header is",
+        ),
         ("...,dots\n", "row 1: a lexicon has words with a letter or digit"),
         (f"SQL,{'x' * 201}\n", "row 1: a lexicon has words"),
         ("".join(f"w{n},x\n" for n in range(MAX_ENTRIES + 1)), f"row {MAX_ENTRIES + 1}: a lexicon has"),
@@ -90,6 +95,8 @@ def test_a_lexicon_is_a_csv_or_tsv_file(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes('\ufeff"New York, NY",Noo York\r\n\r\nNightjar,/nˈItʤɑɹ/\r\n'.encode())
     assert read_lexicon(tmp_path / "a.csv") == {"New York, NY": "Noo York", "Nightjar": "/nˈItʤɑɹ/"}
     (tmp_path / "a.tsv").write_text('New York, NY\tNoo "York"\n')
+    (tmp_path / "b.csv").write_text('word, spelling\nword,wurd\nspelling,"spell,ing"\n')
+    assert read_lexicon(tmp_path / "b.csv") == {"word": "wurd", "spelling": "spell,ing"}
     assert read_lexicon(tmp_path / "a.tsv") == {"New York, NY": 'Noo "York"'}
     assert phonemes_of({"a": "/b/", "c": "/", "d": "e"}) == {"a": "b"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import soundfile
 
+import nightjar
 from jobs.checks import quality_of
 from jobs.codes import StoredCodes, read_codes
 from jobs.decode import CodedItem, decode, items_of_export, items_of_job
@@ -21,12 +23,15 @@ from jobs.job_options import job_of
 from jobs.ledger.records import QUARANTINE, Artifact, ItemState, Job
 from jobs.packs import read_artifact
 from jobs.repair import repair_objects, reproduce
+from jobs.store import open_store
 from jobs.store.base import sha256_of
 from jobs.verify import ObjectCheck
 from jobs.where import parse_where
 from pipelines.errors import ConfigError, ErrorCode, StoreError
+from pipelines.registry import register_pipeline
 from pipelines.request import CodecIdentity
-from tests.support.fakes import CODEC, FRAME_SAMPLES, SAMPLE_RATE, FakeDecoder, sine
+from tests.support.fake_worker import fake_card
+from tests.support.fakes import CODEC, FRAME_SAMPLES, SAMPLE_RATE, FakeDecoder, FakePipeline, sine
 from tests.support.worker_rig import Build, Rig
 from worker.shard_run import ShardEnd
 
@@ -287,6 +292,27 @@ def test_an_export_decodes_to_the_audio_of_its_job(finished: tuple[Rig, Job], fo
     # Files of another source may have the same names.
     with pytest.raises(ConfigError, match="another job or export"):
         decode(items_of_job(rig.ledger, rig.store, job), FakeDecoder(), "fake", to, job.spec, job.id)
+
+
+@pytest.mark.parametrize("output", ["codes", "both"])
+def test_python_decodes_jobs_and_exports(build: Build, output: str) -> None:
+    rig = build()
+    # Jobs in Python open their store by its address.
+    rig.store = open_store(str(rig.folder))  # type: ignore[assignment]
+    job = made(rig, output, pack=True, quality=None)
+    of_job, of_export = rig.folder / "of job", rig.folder / "of export"
+    forget = register_pipeline("with codec", fake_card(), FakePipeline, decoder=lambda **_: FakeDecoder())
+    try:
+        with closing(nightjar.Job(job.id, rig.store.url, rig.settings)) as handle:
+            assert nightjar.decode(handle, of_job, model="with codec") == of_job
+        folder = str(exported((rig, job), "parquet"))
+        assert nightjar.decode(folder, of_export, model="with codec") == of_export
+    finally:
+        forget()
+    assert len(decoded_files(of_job)) == len(TEXTS)
+    assert decoded_files(of_job) == decoded_files(of_export)
+    with pytest.raises(ConfigError, match="The argument `source` is 5"):
+        nightjar.decode(5, of_job)  # type: ignore[arg-type]
 
 
 def test_codes_of_another_codec_and_other_folders_are_refused(finished: tuple[Rig, Job]) -> None:

@@ -47,6 +47,7 @@ ELSEWHERE = {
     "exports",
     "export_to",
     "splits",
+    "export_options",
     "options",
     "columns",
     "keep",

@@ -11,19 +11,21 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import lhotse
+import msgspec
 import numpy as np
 import pytest
 
 import nightjar.job
 from jobs.checks import Quality
 from jobs.export import export
-from jobs.export.line_formats import cues
+from jobs.export.items import AudioItem
+from jobs.export.line_formats import ctm_lines, cues, srt, textgrid, vtt
 from jobs.export.manifest import put_manifest
-from jobs.ledger.records import Job
+from jobs.ledger.records import Artifact, Job
 from jobs.repair import repair_objects
 from jobs.store import open_store
 from jobs.verify import ObjectCheck
@@ -272,6 +274,24 @@ def test_every_export_has_the_words(build: Build) -> None:
         (cue,) = subtitles(vtt.removeprefix("WEBVTT\n\n"), ".")
         escaped = srt[2].replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
         assert cue == (*srt[:2], escaped)
+
+
+def test_control_characters_of_words_leave_files_readable() -> None:
+    texts = ["\0", "Good\x07", "two\nwords", "\u2028", 'a"b', "\x1b[2Jend.\r", "-->"]
+    words = tuple(Word(text, number / 10, number / 10 + 0.1) for number, text in enumerate(texts))
+    audio = Artifact(0, "audio", "a/000000000-utt.wav", "", 1, 1000, 24_000, 24_000, 0)
+    item = AudioItem("utt", "utt", audio, msgspec.Raw(b"{}"), cast("Job", None), words=words)
+    said = ["Good", "two words", 'a"b', "[2Jend.", "-->"]
+    rows = [line.split(" ") for line in ctm_lines(item.job, item, "").decode().splitlines()]
+    assert [row[0] for row in rows] == ["000000000-utt"] * 5
+    assert [row[4:] for row in rows] == [[text.replace(" ", "_")] for text in said]
+    assert [one[0] for one in textgrid_tiers(textgrid(item))["words"]] == said
+    assert [one[2] for one in subtitles(srt(item), ",")] == [" ".join(said[:4]), "-->"]
+    shown = subtitles(vtt(item).removeprefix("WEBVTT\n\n"), ".")
+    assert [one[2] for one in shown] == [" ".join(said[:4]), "--&gt;"]
+    alone = msgspec.structs.replace(item, words=words[:1])
+    assert (ctm_lines(item.job, alone, ""), srt(alone), vtt(alone)) == (b"", "", "WEBVTT\n")
+    assert textgrid_tiers(textgrid(alone)) == {"words": []}
 
 
 def test_subtitles_end_at_sentences_pauses_and_limits() -> None:
