@@ -114,7 +114,8 @@ def test_a_decision_is_about_the_audio_that_was_heard(desk: Desk, job: Job, serv
 
     assert decide(1, True, hash_of(desk, job, 0)) == (
         409,
-        "Item 1 (item-1) has other audio now, so it cannot be accepted.",
+        "Item 1 (item-1) has other audio now, so it cannot be accepted. "
+        f"Leave it out; `nightjar items {job.id}` shows each item.",
     )
     assert decisions(desk, job) == {}
     status, said = decide(1, True, hash_of(desk, job, 1))
