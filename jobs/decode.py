@@ -25,7 +25,8 @@ import msgspec
 
 from jobs.codes import StoredCodes, codec_of
 from jobs.export.audio import AudioReader
-from jobs.export.files import END, Finished, json_line, output
+from jobs.export.dataset import END, Finished
+from jobs.export.files import json_line, output
 from jobs.export.folder_formats import read_examples
 from jobs.export.items import JsonObject, audio_items, facts
 from jobs.layout import slug

@@ -1,7 +1,8 @@
 """Exports of jobs as datasets, and the interface for formats of other packages."""
 
+from jobs.export.dataset import PartFiles
 from jobs.export.export import OPTIONS, ExportReport, checked_format, export, export_jobs, parsed_options
-from jobs.export.files import PartFiles, own_output
+from jobs.export.files import own_output
 from jobs.export.formats import ExportFormat, find_format, format_names
 from jobs.export.items import AudioItem, Part, item_metadata, parse_splits
 from jobs.export.job_set import StoredJob

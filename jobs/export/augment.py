@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import msgspec
 
 from jobs.export.audio import AudioNames, decoded
-from jobs.export.files import END, Dataset, Identity, PartFiles, json_line, open_destination
+from jobs.export.dataset import END, Dataset, Identity, PartFiles, open_destination
+from jobs.export.files import json_line
 from jobs.export.folder_formats import read_examples, tar_file
 from jobs.export.items import JsonObject, LeftOut
 from jobs.export.table_formats import Type, arrow_type

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from jobs.codes import StoredCodes
-from jobs.export.files import PartFiles, json_line
+from jobs.export.dataset import PartFiles
+from jobs.export.files import json_line
 from jobs.export.folder_formats import kaldi_ids
 from jobs.export.formats import ExportFormat
 from jobs.export.items import AudioItem, Part, facts, item_metadata

@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import msgspec
 
 from jobs.export.audio import Conversion, decoded
-from jobs.export.files import PartFiles, json_line
+from jobs.export.dataset import PartFiles
+from jobs.export.files import json_line
 from jobs.export.folder_formats import (
     SHAR_SOURCE,
     archive,

@@ -20,7 +20,8 @@ from jobs.export.audio import AudioNames, AudioReader, Conversion
 from jobs.export.card import CardFacts, dataset_card
 from jobs.export.code_formats import interleaved
 from jobs.export.conversation import of_dialogues
-from jobs.export.files import Dataset, Identity, PartFiles, json_bytes, open_destination, output, own_output
+from jobs.export.dataset import Dataset, Identity, PartFiles, open_destination
+from jobs.export.files import json_bytes, output, own_output
 from jobs.export.formats import ExportFormat, find_format
 from jobs.export.items import WHOLE, AudioItem, LeftOut, Part, Plan, Splits, make_plan, parse_splits
 from jobs.export.job_set import JobSet, StoredJob

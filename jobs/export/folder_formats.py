@@ -32,7 +32,8 @@ from typing import IO, Any
 
 import msgspec
 
-from jobs.export.files import PartFiles, json_line
+from jobs.export.dataset import PartFiles
+from jobs.export.files import json_line
 from jobs.export.formats import ExportFormat
 from jobs.export.items import (
     ORIGIN,

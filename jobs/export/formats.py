@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from jobs.export.audio import Conversion
     from jobs.export.conversation import Sounds
-    from jobs.export.files import PartFiles
+    from jobs.export.dataset import PartFiles
     from jobs.export.items import AudioItem, Located, Part, Plan, Splits
     from jobs.ledger.records import ItemRow, Job, JobSpec, RejectedLine
     from jobs.where import Where

@@ -34,7 +34,8 @@ from typing import Any
 import msgspec
 
 from jobs.dialogue import speech_position, with_audio
-from jobs.export.files import PartFiles, json_line
+from jobs.export.dataset import PartFiles
+from jobs.export.files import json_line
 from jobs.export.formats import ExportFormat
 from jobs.export.items import ORIGIN, AudioItem, Located, Part, facts, picked
 from jobs.ledger.records import ItemRow, Job, RejectedLine

@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from jobs.export.files import PartFiles
+from jobs.export.dataset import PartFiles
 from jobs.export.formats import ExportFormat
 from jobs.export.items import AudioItem, JsonObject, Loaded, Part, facts, picked
 from jobs.ledger.records import Job

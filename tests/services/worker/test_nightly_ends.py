@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from jobs.delete import delete_job
-from jobs.export.files import FolderDestination
+from jobs.export.dataset import FolderDestination
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobState
 from jobs.ledger.status import JobStatus

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jobs.export import parse_splits
 from jobs.export.audio import AudioNames
-from jobs.export.files import (
+from jobs.export.dataset import (
     BATCH_FILES,
     Dataset,
     Destination,
@@ -24,11 +24,10 @@ from jobs.export.files import (
     FolderDestination,
     Identity,
     PartFiles,
-    SortedLines,
     WrittenFile,
-    json_bytes,
     open_destination,
 )
+from jobs.export.files import SortedLines, json_bytes
 from jobs.export.folder_formats import kaldi_ids, tar_file
 from jobs.export.items import WHOLE, LeftOut, exported, make_plan
 from jobs.ledger.records import Artifact, ItemRow, ItemState
