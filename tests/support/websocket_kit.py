@@ -1,4 +1,4 @@
-"""A client of `/tts/websocket` that collects what each context hears."""
+"""Clients of WebSockets: one of `/tts/websocket` that collects what each context hears, and one of any protocol."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlencode
 
 from websockets.sync.client import ClientConnection, connect
 
-from tests.support.serving_kit import PATIENCE_SECONDS
+from tests.support.serving_kit import PATIENCE_SECONDS, Running
 
 PATH = "/tts/websocket"
 
@@ -67,3 +68,49 @@ def talk(url: str, query: str = "", path: str = PATH, **headers: str) -> Iterato
     address = url.replace("http://", "ws://") + path + (f"?{query}" if query else "")
     with connect(address, additional_headers=headers, compression=None, max_size=None, proxy=None) as socket:
         yield Talk(socket)
+
+
+@contextmanager
+def wire(
+    server: Running, path: str, headers: dict[str, str] | None = None, **query: object
+) -> Iterator[Wire]:
+    url = f"{server.url.replace('http', 'ws', 1)}{path}?{urlencode(query)}"
+    with connect(url, additional_headers=headers, compression=None, max_size=None, proxy=None) as socket:
+        yield Wire(socket)
+
+
+class Wire:
+    """One connection."""
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self.socket = socket
+
+    def send(self, *views: dict[str, Any] | str | bytes) -> None:
+        for view in views:
+            self.socket.send(json.dumps(view) if isinstance(view, dict) else view)
+
+    def next(self) -> Any:
+        message = self.socket.recv(PATIENCE_SECONDS)
+        return message if isinstance(message, bytes) else json.loads(message)
+
+    def until(self, key: str, value: object) -> list[Any]:
+        """The messages up to one that has this field."""
+        messages = [self.next()]
+        while isinstance(messages[-1], bytes) or messages[-1].get(key) != value:
+            messages.append(self.next())
+        return messages
+
+    def until_final(self, name: str = "a") -> list[dict[str, Any]]:
+        """The messages of a context of ElevenLabs; there must be no other."""
+        messages = self.until("isFinal", True)
+        assert {one["contextId"] for one in messages} == {name}
+        return messages
+
+    def until_done(self) -> list[Any]:
+        """The messages of an utterance of vLLM-Omni."""
+        return self.until("type", "session.done")
+
+    def closed(self) -> int | None:
+        """The code of the end, before which no message may come."""
+        assert list(self.socket) == []
+        return self.socket.close_code
