@@ -15,8 +15,15 @@ from typing import Any
 import msgspec
 import structlog
 
-from jobs.export import OPTIONS, checked_format, export, find_format, own_output, parsed_options
-from jobs.export.audio import Conversion
+from jobs.export import (
+    OPTIONS,
+    ExportOptions,
+    checked_format,
+    export,
+    find_format,
+    own_output,
+    parsed_options,
+)
 from jobs.formatting import counted, printable
 from jobs.ingest import submit
 from jobs.job_options import SubmitOptions, job_of
@@ -390,13 +397,8 @@ def check_exports(settings: Settings, names: Collection[str]) -> None:
             try:
                 place = place_of(settings, name, wanted, date.today())
                 if wanted != REPORT:
-                    options = _options(wanted, schedule)
-                    conversion = Conversion.of(
-                        options.pop("audio_format", None), options.pop("sample_rate", None), spec.format
-                    )
-                    for other in ("absolute", "part_bytes"):
-                        options.pop(other, None)
-                    checked_format(find_format(wanted), place, store_url, spec, conversion, **options)
+                    options = ExportOptions(**_options(wanted, schedule))
+                    checked_format(find_format(wanted), place, store_url, spec, options)
                 elif is_remote(place):
                     raise invalid("A report is one local file.", "")
             except ConfigError as error:

@@ -123,7 +123,6 @@ def export(
     format_: str,
     to: str,
     where: Where | None,
-    part_mb: int | None,
     push: str | None,
     private: bool,
     **options: Any,
@@ -142,7 +141,7 @@ def export(
       nightjar export JOB --format webdataset --to datasets/night --split train=0.98,dev=0.01,test=0.01
       nightjar export --schedule news --since 2026-11-01 --format parquet --to datasets/november --unique
     """
-    from jobs.export import StoredJob, export_jobs, hub
+    from jobs.export import StoredJob, export_jobs, hub, parsed_options
 
     filtered = None if where is None else str(where)
     settings, ids = found[0].settings, [one.id for one in found]
@@ -155,8 +154,6 @@ def export(
             to = str(settings.export_folder(ids[0], format_, filtered))
             options["replaces"] = ids
         hub.check_push(format_, to, push)
-    if part_mb is not None:
-        options["part_bytes"] = part_mb * 10**6
     report = export_jobs(
         [StoredJob(one.ledger, one.store, one.job) for one in found],
         format_,
@@ -166,7 +163,7 @@ def export(
         on_part=lambda part: output.note(
             f"{part.split} {part.number + 1} of {part.of}: {counted(part.items, 'item')}"
         ),
-        **options,
+        **parsed_options(options, "replaces"),
     )
     pushed = {} if push is None else {"pushed": hub.push(Path(report.to), push, private=private or None)}
     reasons = report.reasons

@@ -3,7 +3,7 @@
 from jobs.export.dataset import PartFiles
 from jobs.export.export import OPTIONS, ExportReport, checked_format, export, export_jobs, parsed_options
 from jobs.export.files import own_output
-from jobs.export.formats import ExportFormat, find_format, format_names
+from jobs.export.formats import ExportFormat, ExportOptions, find_format, format_names
 from jobs.export.items import AudioItem, Part, item_metadata, parse_splits
 from jobs.export.job_set import StoredJob
 
@@ -11,6 +11,7 @@ __all__ = [
     "OPTIONS",
     "AudioItem",
     "ExportFormat",
+    "ExportOptions",
     "ExportReport",
     "Part",
     "PartFiles",

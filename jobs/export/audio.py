@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
@@ -20,7 +20,7 @@ from jobs.export.items import AudioItem, Loaded, Located
 from jobs.ledger.records import Artifact
 from jobs.packs import ArtifactReader, map_ahead
 from jobs.store.base import ObjectStore, sha256_of, split_key
-from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
+from pipelines.audio_format import AUDIO_FORMATS, check_rate
 from pipelines.errors import ErrorCode, StoreError, invalid
 
 if TYPE_CHECKING:
@@ -43,29 +43,24 @@ _FULL_SCALE = 32_767
 class Conversion:
     """The format and the sample rate in Hz that an export converts its audio to; None: as stored."""
 
-    format: AudioFormat | None = None
+    format: str | None = None
     sample_rate: int | None = None
 
-    @classmethod
-    def of(
-        cls, audio_format: str | None, sample_rate: int | None, stored: str, stored_rate: int | None = None
-    ) -> Conversion:
+    def check(self, stored: str, stored_rate: int | None = None) -> None:
         """Checks the format and the rate. `stored`, `stored_rate`: format and rate of the audio in the store.
         Raises `config.invalid`."""
-        if audio_format is not None and audio_format not in AUDIO_FORMATS:
+        if self.format is not None and self.format not in AUDIO_FORMATS:
             raise invalid(
-                f"The audio format {audio_format[:40]!r} is unknown.",
+                f"The audio format {self.format[:40]!r} is unknown.",
                 f"Use one of: {', '.join(AUDIO_FORMATS)}.",
             )
-        if sample_rate is not None and not MIN_SAMPLE_RATE <= sample_rate <= MAX_SAMPLE_RATE:
+        if self.sample_rate is not None and not MIN_SAMPLE_RATE <= self.sample_rate <= MAX_SAMPLE_RATE:
             raise invalid(
-                f"An export cannot have a sample rate of {sample_rate} Hz.",
+                f"An export cannot have a sample rate of {self.sample_rate} Hz.",
                 f"Use {MIN_SAMPLE_RATE} to {MAX_SAMPLE_RATE} Hz.",
             )
-        converted = cls(cast("AudioFormat | None", audio_format), sample_rate)
-        if converted and (rate := sample_rate or stored_rate):
-            check_rate(audio_format or stored, rate)
-        return converted
+        if self and (rate := self.sample_rate or stored_rate):
+            check_rate(self.format or stored, rate)
 
     def __bool__(self) -> bool:
         return bool(self.name)

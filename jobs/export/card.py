@@ -12,7 +12,6 @@ from itertools import groupby
 
 import msgspec
 
-from jobs.export.audio import Conversion
 from jobs.export.files import SortedLines, json_line
 from jobs.export.formats import ExportFormat
 from jobs.export.items import AudioItem, Plan, item_metadata
@@ -87,8 +86,7 @@ def dataset_card(
     plan: Plan,
     facts: CardFacts,
     format: ExportFormat,
-    conversion: Conversion,
-    license: str | None,
+    options: ExportOptions,
 ) -> bytes:
     """The card of a dataset. Splits without items have no files and are not in it."""
     import jinja2
@@ -117,12 +115,12 @@ def dataset_card(
         plan=plan,
         facts=facts,
         format=format,
-        license=license,
+        license=options.license,
         codes=sorted(code for code in codes if code.isascii() and code.isalpha() and len(code) in (2, 3)),
         size=_SIZES[max(0, min(len(str(plan.items)) - 3, len(_SIZES) - 1))],
         splits={name: list(parts) for name, parts in groupby(plan.parts, lambda part: part.split)},
         failed=failed.most_common(),
-        conversion=conversion,
+        conversion=options.conversion,
         voices=facts.voices.longest(),
         languages=languages,
         rows=ROWS,

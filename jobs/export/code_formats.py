@@ -27,7 +27,7 @@ from jobs.codes import StoredCodes
 from jobs.export.dataset import PartFiles
 from jobs.export.files import json_line
 from jobs.export.folder_formats import kaldi_ids
-from jobs.export.formats import ExportFormat
+from jobs.export.formats import ExportFormat, ExportOptions
 from jobs.export.items import AudioItem, Part, facts, item_metadata
 from jobs.export.line_formats import one_line
 from jobs.ledger.records import Job, JobSpec
@@ -47,28 +47,26 @@ def jsonl_line(job: Job, item: AudioItem, where: str) -> bytes:
     return json_line(sound | facts(item) | {"codes": codes.codes.tolist()})
 
 
-def interleaved(
-    format: ExportFormat, ratio: str | None, tokenizer: str | None, spec: JobSpec
-) -> ExportFormat:
-    """The format with its options, or a format without these options itself. `ratio`: text tokens and frames of a
-    span such as `13:26`, or `words`; `tokenizer`: a file, a folder, or the name of a repository on the hub; None: that
-    of the job's model.
+def interleaved(format: ExportFormat, options: ExportOptions, spec: JobSpec) -> ExportFormat:
+    """The format with its options, or a format without these options itself. `interleave`: text tokens and frames of
+    a span such as `13:26`, or `words`; `tokenizer`: a file, a folder, or the name of a repository on the hub; None:
+    that of the job's model.
 
     Raises `config.invalid` for options that cannot be used, `config.missing_library` without `tokenizers`.
     """
     if format.name != "interleaved":
-        if ratio or tokenizer:
+        if options.interleave or options.tokenizer:
             raise invalid(
                 f"The format {format.name} is not interleaved.", "Leave --interleave and --tokenizer out."
             )
         return format
-    ratio = ratio or DEFAULT_RATIO
+    ratio = options.interleave or DEFAULT_RATIO
     sizes = tuple(map(int, ratio.split(":"))) if re.fullmatch(r"[1-9]\d*:[1-9]\d*", ratio) else None
     if sizes is None and ratio != WORDS:
         raise invalid(
             f"{ratio[:40]!r} is no ratio of text tokens and frames.", f"Write {DEFAULT_RATIO}, or {WORDS}."
         )
-    found, about = _tokenizer(tokenizer or spec.model)
+    found, about = _tokenizer(options.tokenizer or spec.model)
     return replace(
         format,
         item_line=partial(interleaved_line, found, about, sizes),

@@ -41,7 +41,7 @@ from jobs.export.folder_formats import (
     write_shar,
     write_webdataset,
 )
-from jobs.export.formats import ExportFormat
+from jobs.export.formats import ExportFormat, ExportOptions
 from jobs.export.items import AudioItem, Loaded, Located, Part, Place, item_metadata
 from jobs.ledger.records import Job
 from jobs.spec import item_seed
@@ -212,20 +212,14 @@ _WRITERS = {
 }
 
 
-def of_dialogues(
-    format: ExportFormat,
-    mode: str | None,
-    gaps: str | None = None,
-    conversion: Conversion | None = None,
-    speak: str = "all",
-) -> ExportFormat:
+def of_dialogues(format: ExportFormat, options: ExportOptions, speak: str = "all") -> ExportFormat:
     """The format for an export of dialogues as sounds, or with neither mode nor gaps the format itself. `speak`:
     the job's.
 
     Raises `config.invalid` for a format, a mode or gaps that cannot be used.
     """
-    mode = mode or ("mono" if format.sounds else None)
-    if mode is None and gaps is None:
+    mode = options.dialogues or ("mono" if format.sounds else None)
+    if mode is None and options.gaps is None:
         return format
     duplex = format.name == "nemo"
     refused = (
@@ -253,7 +247,7 @@ def of_dialogues(
     for wrong, message, advice in refused:
         if wrong:
             raise invalid(message, advice)
-    made = Sounds(str(mode), parse_gaps(gaps or DEFAULT_GAPS), conversion or Conversion(), duplex)
+    made = Sounds(str(mode), parse_gaps(options.gaps or DEFAULT_GAPS), options.conversion, duplex)
     return replace(
         format,
         item_line=None,
@@ -267,5 +261,6 @@ def of_dialogues(
 
 
 RTTM = of_dialogues(
-    ExportFormat(name="rttm", summary="sounds of dialogues, with their turns in RTTM"), "mono"
+    ExportFormat(name="rttm", summary="sounds of dialogues, with their turns in RTTM"),
+    ExportOptions(dialogues="mono"),
 )

@@ -22,7 +22,7 @@ from jobs.export.code_formats import interleaved
 from jobs.export.conversation import of_dialogues
 from jobs.export.dataset import Dataset, Identity, PartFiles, open_destination
 from jobs.export.files import json_bytes, output, own_output
-from jobs.export.formats import ExportFormat, find_format
+from jobs.export.formats import ExportFormat, ExportOptions, find_format
 from jobs.export.items import WHOLE, AudioItem, LeftOut, Part, Plan, Splits, make_plan, parse_splits
 from jobs.export.job_set import JobSet, StoredJob
 from jobs.export.manifest import manifest_line, renew_manifest
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 VERSION = 3
 #: Number of lost objects that an error names.
 SHOWN_LOST = 5
-#: Maximum size of the audio in one file of a dataset: a compromise between few files and little repeated work
-#: after a stop.
-PART_BYTES = 500_000_000
 #: The options of an export for users, by their names in Python and in schedules, with the type of their values.
 OPTIONS: dict[str, type] = {
     **dict.fromkeys(("audio_format", "splits", "audio_root", "where", "license"), str),
@@ -98,39 +95,21 @@ def parsed_options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
 
 
 def checked_format(
-    chosen: ExportFormat,
-    to: str,
-    store_url: str,
-    spec: JobSpec,
-    conversion: Conversion,
-    *,
-    dialogues: str | None = None,
-    gaps: str | None = None,
-    interleave: str | None = None,
-    tokenizer: str | None = None,
-    **options: Any,
+    chosen: ExportFormat, to: str, store_url: str, spec: JobSpec, options: ExportOptions
 ) -> ExportFormat:
-    """The format with its options for jobs with this spec. `options`: those of `ExportFormat.check`, whose errors
-    this raises."""
-    chosen = of_dialogues(chosen, dialogues, gaps, conversion, spec.speak)
-    chosen = interleaved(chosen, interleave, tokenizer, spec)
-    chosen.check(to, store_url, spec, conversion=conversion, **options)
+    """The format with its options for jobs with this spec. Raises `config.invalid`, and the errors of
+    `ExportFormat.check`."""
+    options.conversion.check(spec.format)
+    chosen = interleaved(of_dialogues(chosen, options, spec.speak), options, spec)
+    chosen.check(to, store_url, spec, options)
     return chosen
 
 
 def export(
-    ledger: Ledger,
-    store: ObjectStore,
-    job_id: str,
-    format: str,
-    to: str,
-    audio_root: Path | None = None,
-    **options: Any,
+    ledger: Ledger, store: ObjectStore, job_id: str, format: str, to: str, **options: Any
 ) -> ExportReport:
     """Writes one job, see `export_jobs`."""
-    return export_jobs(
-        [StoredJob(ledger, store, ledger.job(job_id))], format, to, audio_root=audio_root, **options
-    )
+    return export_jobs([StoredJob(ledger, store, ledger.job(job_id))], format, to, **options)
 
 
 def export_jobs(
@@ -138,38 +117,19 @@ def export_jobs(
     format: str,
     to: str,
     *,
-    audio_root: Path | None = None,
-    splits: Splits | None = None,
-    part_bytes: int = PART_BYTES,
     s3: S3Settings | None = None,
     on_part: Callable[[Part], None] = lambda _: None,
     replaces: Collection[str] | None = None,
-    absolute: bool = False,
-    audio_format: str | None = None,
-    sample_rate: int | None = None,
-    where: Where | None = None,
-    unique: bool = False,
-    license: str | None = None,
-    dialogues: str | None = None,
-    gaps: str | None = None,
-    interleave: str | None = None,
-    tokenizer: str | None = None,
+    **options: Any,
 ) -> ExportReport:
-    """Writes the items of jobs that have audio, and match `where`, to `to`: a file or `-` for formats of
-    one file, else a folder or `s3://` prefix. The jobs are written in the order in which they were submitted.
+    """Writes the items of jobs that have audio to `to`: a file or `-` for formats of one file, else a folder or
+    `s3://` prefix. `options`: the fields of `ExportOptions`. The jobs are written in the order in which they were
+    submitted.
 
     Audio in a folder store is named by its path relative to the file that contains the name (absolute on
-    standard output, in a bucket, or with `absolute`), and audio in a bucket by its `s3://` address. With
-    `audio_root`, audio is named by the absolute local path `audio_root/<key>`, and copied there from the
-    store if the file is missing; audio in packs requires `audio_root`. Formats that contain the audio begin a
-    new file before the stored size of its audio exceeds `part_bytes`. With `audio_format` (`wav`, `flac`,
-    `mp3`, `opus`) or `sample_rate` (Hz), audio that the export contains or copies is converted. With
-    `splits`, every format is a folder. With `dialogues` (`mono`, `stereo`) the export contains one sound for
-    each dialogue, whose pauses are drawn from `gaps` (see `jobs.export.conversation`). The same call continues an export that was stopped. A format of
-    dialogues writes a dialogue if one of its items matches. If a job is running, the items that are done
-    are written, and the same call later replaces that export. With `unique`, of the items with the same text
-    and voice (in a format of dialogues: of equal dialogues) the first one is written. `license`: the license
-    of the dataset in its card, such as `apache-2.0`.
+    standard output, in a bucket, or with `absolute`), and audio in a bucket by its `s3://` address. The same call
+    continues an export that was stopped. If a job is running, the items that are done are written, and the same
+    call later replaces that export.
 
     An existing file at `to` is overwritten; a folder that contains another export, or other files, is
     refused. With `replaces` (ids of jobs), an export of one of these jobs in this format is replaced, and
@@ -179,28 +139,24 @@ def export_jobs(
     that the format cannot hold together, `config.missing_library` for a library that is not installed,
     `NotFoundError`, `StoreError`, `ServiceError`.
     """
-    chosen = find_format(format)
+    chosen, asked = find_format(format), ExportOptions(**options)
     found = {one.job.id: one for one in jobs}
     jobs = sorted(found.values(), key=lambda one: (one.job.created_at, one.job.id))
-    conversion = _conversion(chosen, jobs, audio_format, sample_rate)
+    _check_audio(chosen, jobs, asked)
     for one in jobs:
-        chosen = checked_format(
-            chosen, to, one.store.url, one.job.spec, conversion,
-            dialogues=dialogues, gaps=gaps, interleave=interleave, tokenizer=tokenizer,
-            splits=splits, audio_root=audio_root, where=where, unique=unique, license=license,
-        )  # fmt: skip
-        if chosen.failure_line is None and audio_root is None:
-            _refuse_lost(one, where, chosen)
+        chosen = checked_format(chosen, to, one.store.url, one.job.spec, asked)
+        if chosen.failure_line is None and asked.audio_root is None:
+            _refuse_lost(one, asked.where, chosen)
         # A killed process may have left an old one. The ledger and the store may be read-only.
         with suppress(NightjarError):
             renew_manifest(one.ledger, one.store, one.job.id)
-    job_set = JobSet(jobs, where, chosen, unique=unique)
-    one_file = chosen.one_file(splits)
+    job_set = JobSet(jobs, asked.where, chosen, unique=asked.unique)
+    one_file = chosen.one_file(asked.splits)
     path = None if to == "-" or is_remote(to) else Path(to).absolute()
     # Other names of audio are absolute.
-    folder = None if path is None or absolute or audio_root else path.parent if one_file else path
+    folder = None if path is None or asked.absolute or asked.audio_root else path.parent if one_file else path
     names = AudioNames((one.store for one in jobs), folder)
-    planned = _Export(job_set, chosen, splits or WHOLE, part_bytes, audio_root, names, conversion, license)
+    planned = _Export(job_set, chosen, asked, asked.splits or WHOLE, names)
     if one_file:
         items, reasons = planned.to_file(to, replaces)
     else:
@@ -214,11 +170,8 @@ def export_jobs(
     return ExportReport(format, str(path or to), items, reasons, job_set.duplicates)
 
 
-def _conversion(
-    format: ExportFormat, jobs: Sequence[StoredJob], audio_format: str | None, sample_rate: int | None
-) -> Conversion:
+def _check_audio(format: ExportFormat, jobs: Sequence[StoredJob], options: ExportOptions) -> None:
     """Checks the conversion for each job, and what the format needs equal in all jobs."""
-    conversion = Conversion()
     if format.codes and len({one.job.spec.output for one in jobs}) > 1:
         raise invalid("Some of these jobs have codes, and others not.", "Export them to several datasets.")
     made: dict[str, dict[Any, str]] = {"audio format": {}, "sample rate": {}}
@@ -227,10 +180,10 @@ def _conversion(
         rates = [
             row.artifact.sample_rate for row in ledger.items(job.id, ItemState.DONE, limit=1) if row.artifact
         ]
-        conversion = Conversion.of(audio_format, sample_rate, job.spec.format, *rates)
-        made["audio format"].setdefault(audio_format or job.spec.format, job.id)
+        options.conversion.check(job.spec.format, *rates)
+        made["audio format"].setdefault(options.audio_format or job.spec.format, job.id)
         for rate in rates:
-            made["sample rate"].setdefault(sample_rate or rate, job.id)
+            made["sample rate"].setdefault(options.sample_rate or rate, job.id)
     for name in format.equal:
         if len(made[name]) > 1:
             found = ", ".join(f"{value} in {job_id}" for value, job_id in made[name].items())
@@ -240,7 +193,6 @@ def _conversion(
                 f"The format {format.name} needs one {name}, and these jobs have several: {found}.",
                 f"Add {option}{root}, or export the jobs to several datasets.",
             )
-    return conversion
 
 
 def _refuse_lost(one: StoredJob, where: Where | None, format: ExportFormat) -> None:
@@ -268,12 +220,9 @@ class _Export:
 
     jobs: JobSet
     format: ExportFormat
+    options: ExportOptions
     splits: Splits
-    part_bytes: int
-    audio_root: Path | None
     names: AudioNames
-    conversion: Conversion
-    license: str | None
 
     def to_file(self, to: str, replaces: Collection[str] | None) -> tuple[int, LeftOut]:
         """Writes the file of a format of lines; returns the number of its items, and the items left out."""
@@ -331,10 +280,10 @@ class _Export:
         chosen = self.format
         for one, items in self.jobs.by_job(rows):
             # Sounds are converted as a whole.
-            conversion = Conversion() if chosen.sounds else self.conversion
+            conversion = Conversion() if chosen.sounds else self.options.conversion
             holds = chosen.embeds_audio or chosen.names_audio or chosen.needs_codes
             codes = chosen.codes and holds and bool(one.job.spec.output)
-            audio = AudioReader(one.store, self.audio_root, conversion, codes)
+            audio = AudioReader(one.store, self.options.audio_root, conversion, codes)
             items = self.jobs.noting(items) if note else items
             yield from audio.loaded(items) if chosen.embeds_audio else audio.located(items)
 
@@ -359,29 +308,31 @@ class _Export:
     def _plan(self) -> Plan:
         if self.jobs.several or self.jobs.running or self.jobs.unique:
             self.jobs.choose()
-        part_bytes = self.part_bytes if self.format.embeds_audio and not self.format.one_part else None
+        part_bytes = (
+            self.options.part_bytes if self.format.embeds_audio and not self.format.one_part else None
+        )
         plan = make_plan(self.jobs.rows(), self.splits, part_bytes, whole=self.format.whole_dialogues)
         return msgspec.structs.replace(plan, reasons=self.jobs.left_out(plan.items))
 
     def _identity(self, plan: Plan) -> Identity:
-        jobs, sounds = self.jobs.jobs, self.format.sounds
+        jobs, sounds, options = self.jobs.jobs, self.format.sounds, self.options
         places = dict.fromkeys(self.names.base(one.store) for one in jobs)
-        place = ",".join(places) if self.audio_root is None else str(self.audio_root.absolute())
+        place = ",".join(places) if options.audio_root is None else str(options.audio_root.absolute())
         return Identity(
             self.jobs.name,
             self.format.name,
             VERSION,
             plan.digest,
             tuple(self.splits.bounds.items()),
-            self.part_bytes,
+            options.part_bytes,
             "" if self.format.embeds_audio else place,
-            self.conversion.name,
+            options.conversion.name,
             sounds=UNSET if sounds is None else (sounds.mode, sounds.gaps),
-            where=None if self.jobs.where is None else str(self.jobs.where),
+            where=None if options.where is None else str(options.where),
             running=plan.reasons.running,
             jobs=tuple(one.job.id for one in jobs) if self.jobs.several else UNSET,
-            unique=self.jobs.unique or UNSET,
-            license=self.license or UNSET,
+            unique=options.unique or UNSET,
+            license=options.license or UNSET,
             variant=self.format.variant or UNSET,
         )
 
@@ -404,5 +355,5 @@ class _Export:
         if self.format.card is not None:
             card = self.format.card(jobs.jobs[0].job, plan)
         else:
-            card = dataset_card(jobs, plan, facts, self.format, self.conversion, self.license)
+            card = dataset_card(jobs, plan, facts, self.format, self.options)
         files.add("README.md", card)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from jobs.export.audio import Conversion
 from jobs.formatting import is_address
 from jobs.store import is_remote
 from pipelines.audio_format import AUDIO_FORMATS
@@ -26,7 +27,6 @@ from pipelines.errors import ConfigError, ErrorCode, invalid, missing_library
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.export.audio import Conversion
     from jobs.export.conversation import Sounds
     from jobs.export.dataset import PartFiles
     from jobs.export.items import AudioItem, Located, Part, Plan, Splits
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from jobs.where import Where
 
 ENTRY_POINT_GROUP = "nightjar.exports"
+#: Maximum size of the audio in one file of a dataset: a compromise between few files and little repeated work
+#: after a stop.
+PART_BYTES = 500_000_000
 #: Name of a format -> the object that declares it, written as the value of an entry point.
 BUILT_IN: dict[str, str] = {
     "espnet": "jobs.export.line_formats:ESPNET",
@@ -58,6 +61,41 @@ BUILT_IN: dict[str, str] = {
     "srt": "jobs.export.line_formats:SRT",
     "vtt": "jobs.export.line_formats:VTT",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """The options of an export."""
+
+    #: With splits, every format is a folder.
+    splits: Splits | None = None
+    #: Audio is named by the absolute local path `audio_root/<key>`, and copied there from the store if the file is
+    #: missing. Audio in packs requires it.
+    audio_root: Path | None = None
+    #: Formats that contain the audio begin a new file before the stored size of its audio exceeds this.
+    part_bytes: int = PART_BYTES
+    #: Audio in a folder store is named by its absolute path.
+    absolute: bool = False
+    #: `wav`, `flac`, `mp3` or `opus`, and a rate in Hz, to which audio that the export contains or copies is converted.
+    audio_format: str | None = None
+    sample_rate: int | None = None
+    #: Only items that match this are written; in a format of dialogues, dialogues of which one item matches.
+    where: Where | None = None
+    #: Of the items with the same text and voice (in a format of dialogues: of equal dialogues) the first one is written.
+    unique: bool = False
+    #: The license of the dataset in its card, such as `apache-2.0`.
+    license: str | None = None
+    #: `mono` or `stereo`: the export contains one sound for each dialogue, whose pauses are drawn from `gaps`. See
+    #: `jobs.export.conversation`.
+    dialogues: str | None = None
+    gaps: str | None = None
+    #: See `jobs.export.code_formats.interleaved`.
+    interleave: str | None = None
+    tokenizer: str | None = None
+
+    @property
+    def conversion(self) -> Conversion:
+        return Conversion(self.audio_format, self.sample_rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,25 +163,17 @@ class ExportFormat:
         """Whether an export is one file rather than a folder, with these splits or None."""
         return not self.splittable or (self.write_part is None and splits is None)
 
-    def check(
-        self,
-        to: str,
-        store_url: str,
-        spec: JobSpec,
-        splits: Splits | None = None,
-        audio_root: Path | None = None,
-        conversion: Conversion | None = None,
-        where: Where | None = None,
-        *,
-        unique: bool = False,
-        license: str | None = None,
-    ) -> None:
+    def check(self, to: str, store_url: str, spec: JobSpec, options: ExportOptions) -> None:
         """Raises `config.invalid` for a destination, a store, audio or a filter that this format does not
         support, `config.missing_library` if a library for writing is not installed. `spec`: the job's."""
         if self.library is not None and find_spec(self.library) is None:
             raise missing_library(f"The format {self.name}", self.library, "export")
-        made = (conversion and conversion.format) or spec.format
-        failures, file = self.failure_line is not None, self.one_file(splits)
+        made, conversion, audio_root = (
+            options.audio_format or spec.format,
+            options.conversion,
+            options.audio_root,
+        )
+        failures, file = self.failure_line is not None, self.one_file(options.splits)
         only_codes = spec.output == "codes" and self.codes
         named = self.names_audio and not self.embeds_audio and not failures and not only_codes
         to_root = "Give a folder for the audio with --audio-root"
@@ -154,7 +184,7 @@ class ExportFormat:
                 "Give a local path, or s3://BUCKET/PREFIX.",
             ),
             (
-                where is not None and failures,
+                options.where is not None and failures,
                 f"The format {self.name} lists failures, to which filters do not apply.",
                 "Leave the filter out.",
             ),
@@ -174,12 +204,12 @@ class ExportFormat:
                 "Leave --audio-format and --sample-rate out; `nightjar decode` makes audio.",
             ),
             (
-                unique and failures,
+                options.unique and failures,
                 f"The format {self.name} lists failures, which are no duplicates.",
                 "Leave --unique out.",
             ),
             (
-                license is not None and file,
+                options.license is not None and file,
                 f"The format {self.name} is one file, without a card.",
                 "Leave --license out, or use a format of a folder.",
             ),
@@ -209,7 +239,7 @@ class ExportFormat:
                 f"Add --audio-format {self.audio_formats[0]}{'' if self.embeds_audio else ' and --audio-root'}.",
             ),
             (
-                file and (splits is not None or is_remote(to)),
+                file and (options.splits is not None or is_remote(to)),
                 f"The format {self.name} is one file.",
                 "Give a local file, and no splits.",
             ),

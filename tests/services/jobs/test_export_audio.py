@@ -54,7 +54,8 @@ def stored(data: bytes, name: str, sample_rate: int, samples: int) -> AudioItem:
 def test_the_facts_are_those_of_the_written_audio(audio_format: str, rate: int) -> None:
     samples = np.random.default_rng(3).uniform(-0.5, 0.5, 24_007).astype(np.float32)
     data = encode(samples, 24_000, "wav")
-    conversion = Conversion.of(audio_format, rate, "wav")
+    conversion = Conversion(audio_format, rate)
+    conversion.check("wav")
     item, made = conversion.applied(stored(data, "000000000-u.wav", 24_000, 24_007), data)
     heard, heard_rate = soundfile.read(io.BytesIO(made))
     assert (
