@@ -13,7 +13,7 @@ from itertools import groupby
 import msgspec
 
 from jobs.export.files import SortedLines, json_line
-from jobs.export.formats import ExportFormat
+from jobs.export.formats import ExportFormat, ExportOptions
 from jobs.export.items import AudioItem, Plan, item_metadata
 from jobs.export.job_set import JobSet
 from pipelines.languages import language_code

@@ -206,7 +206,14 @@ def test_audio_that_is_not_what_was_made_is_noticed(finished: Finished) -> None:
     finished.store.put(key, b"something else")
     to = finished.folder / "out.jsonl"
     with pytest.raises(StoreError) as caught:
-        export(finished.ledger, finished.store, finished.job_id, "espnet", str(to), finished.folder / "local")
+        export(
+            finished.ledger,
+            finished.store,
+            finished.job_id,
+            "espnet",
+            str(to),
+            audio_root=finished.folder / "local",
+        )
     assert caught.value.code is ErrorCode.STORE_CONFLICT
     assert not to.exists()
     assert not [
