@@ -17,6 +17,7 @@ from array import array
 from collections import deque
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -24,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines import errors
-from pipelines.errors import NightjarError
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 
 T = TypeVar("T")
 
@@ -69,6 +70,20 @@ def _extension(shared: list[int], value: object) -> object:
     raise TypeError(f"{type(value).__name__} cannot be sent")
 
 
+class LostArraysError(ConnectionError):
+    """A message came without its arrays, because this process has too many open files. The channel is whole."""
+
+    #: For the request that the message is about.
+    error = SynthesisError(
+        ErrorCode.SYNTH_ENGINE, "A process has too many open files.", "Raise their limit (ulimit -n)."
+    )
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        """`fields`: those of the message."""
+        super().__init__(self.error.message)
+        self.fields = fields
+
+
 class Channel(Generic[T]):
     """One end of a socket pair. `send` may be called from any thread, `receive` from one.
 
@@ -85,8 +100,8 @@ class Channel(Generic[T]):
         self._writable.register(connection, select.POLLOUT)
         self._decode = msgspec.msgpack.Decoder(incoming, ext_hook=self._extended).decode
         self._buffer = bytearray()
-        #: Descriptors of messages that are not decoded yet, and of the one that is being decoded.
-        self._descriptors = deque[int]()
+        #: Descriptors of each message that has some and is not decoded yet, and of the one that is being decoded.
+        self._descriptors = deque[list[int]]()
         self._shared: list[int] = []
         #: Unsent messages with their descriptors; the first one may be partly sent.
         self._left = deque[tuple[memoryview, list[int]]]()
@@ -130,7 +145,8 @@ class Channel(Generic[T]):
 
     def receive(self, seconds: float | None = None) -> T:
         """The next message. Raises `TimeoutError` after `seconds` without data, `EOFError` if the other end is
-        closed, and `OSError` or `msgspec.MsgspecError` if the channel is broken."""
+        closed, `LostArraysError` for a message without its arrays, and another `OSError` or `msgspec.MsgspecError`
+        if the channel is broken."""
         self._fill(_HEAD.size, seconds)
         size, count = _HEAD.unpack_from(self._buffer)
         if size > MAXIMUM_BYTES:
@@ -138,11 +154,11 @@ class Channel(Generic[T]):
         self._fill(_HEAD.size + size, seconds)
         data = self._buffer[_HEAD.size : _HEAD.size + size]
         del self._buffer[: _HEAD.size + size]
-        if count > len(self._descriptors):
-            raise ConnectionError("a message arrived without its descriptors")
-        # Descriptors arrive with the first byte of their message at the latest.
-        self._shared = [self._descriptors.popleft() for _ in range(count)]
+        # Descriptors arrive with the first byte of their message, and with no other message's.
+        self._shared = self._descriptors.popleft() if count else []
         try:
+            if len(self._shared) < count:
+                raise LostArraysError(msgspec.msgpack.decode(data))
             return self._decode(data)
         finally:
             for descriptor in self._shared:
@@ -164,7 +180,7 @@ class Channel(Generic[T]):
         if self._sender is not None:
             self._sender.join()
         self._connection.close()
-        for descriptors in (self._descriptors, *(shared for _, shared in self._left)):
+        for descriptors in (*self._descriptors, *(shared for _, shared in self._left)):
             for descriptor in descriptors:
                 os.close(descriptor)
         self._descriptors.clear()
@@ -180,10 +196,9 @@ class Channel(Generic[T]):
             data, attached, flags, _ = self._connection.recvmsg(
                 room, _ATTACHED_BYTES, socket.MSG_CMSG_CLOEXEC
             )
-            for _, _, descriptors in attached:
-                self._descriptors.extend(memoryview(descriptors).cast("i"))
-            if flags & socket.MSG_CTRUNC:
-                raise ConnectionError("descriptors were lost: this process has too many open files")
+            if attached or flags & socket.MSG_CTRUNC:
+                found = (memoryview(descriptors).cast("i") for _, _, descriptors in attached)
+                self._descriptors.append([*chain(*found)])
             if not data:
                 raise EOFError("the other end is closed")
             self._buffer += data
@@ -199,9 +214,12 @@ class Channel(Generic[T]):
         dtype, shape, content = _read_array(data)
         if not isinstance(content, int):
             return np.frombuffer(bytearray(content), dtype).reshape(shape)
+        values = np.empty(shape, dtype)
+        # `np.fromfile` needs another descriptor.
         with open(self._shared[content], "rb", closefd=False) as file:
             file.seek(0)
-            return np.fromfile(file, dtype).reshape(shape)
+            file.readinto(values.data)
+        return values
 
     def _send_left(self) -> None:
         while True:

@@ -321,9 +321,12 @@ def serve(
 
 
 def client_names(cards: Sequence[ModelCard], names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The names of each model for clients. Raises `config.invalid` if the names do not tell models apart."""
+    """The names of each model for clients. Raises `config.invalid` for a name that nobody can read, and if the names do
+    not tell models apart."""
     # Clients must not see the path of a folder.
     given = names or tuple(Path(card.name).name for card in cards)
+    if not all(name.strip() and name.isprintable() for name in given):
+        raise invalid("A --name is empty or has invisible characters.", "Give a name that clients can send.")
     if len(cards) == 1:
         return [given]
     if not len(cards) == len(given) == len(set(given)):

@@ -45,6 +45,7 @@ from pipelines.errors import (
     engine_closed,
     unsupported,
 )
+from pipelines.ipc import LostArraysError
 from pipelines.recording import Recording
 from pipelines.registry import open_frontend
 from pipelines.request import (
@@ -259,7 +260,10 @@ class EngineProcess:
                     self._may_open.wait()
                 child.channel.send(self._wanted if self._closed is None else Close())
                 while True:
-                    self._handle(child.channel.receive())
+                    try:
+                        self._handle(child.channel.receive())
+                    except LostArraysError as lost:
+                        _notify(self._remove(lost.fields["number"], cancel=True), Failed(lost.error))
             except (EOFError, ConnectionResetError, BrokenPipeError):
                 pass  # the child has ended
             except (OSError, msgspec.MsgspecError) as error:

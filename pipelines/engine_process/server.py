@@ -48,7 +48,7 @@ from pipelines.engine_process.messages import (
 )
 from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
 from pipelines.interpreter import serve_threads
-from pipelines.ipc import Channel
+from pipelines.ipc import Channel, LostArraysError
 from pipelines.recording import Quality, ReadsRecordings, Recording
 from pipelines.registry import open_pipeline
 from pipelines.request import (
@@ -71,8 +71,8 @@ log = logging.getLogger(__name__)
 
 M = TypeVar("M", Speech, AudioChunk)
 
-#: Minimum seconds between two messages with stats.
-STATS_SECONDS = 0.02
+#: Minimum seconds between two messages with stats, and between two of which only the counter of energy differs.
+STATS_SECONDS, IDLE_STATS_SECONDS = 0.02, 1.0
 #: Threads that start streams whose text is tokenized first. More threads would not be faster.
 _STARTING_THREADS = 4
 #: Threads that start requests with a recording, so that many voices are encoded in a batch. More than a client's
@@ -186,7 +186,10 @@ class EngineServer:
     def _read(self) -> None:
         try:
             while True:
-                self._handle(self._channel.receive())
+                try:
+                    self._handle(self._channel.receive())
+                except LostArraysError as lost:
+                    self._asked.pop(lost.fields["wanted"]).set_exception(lost.error)
         except (EOFError, OSError, msgspec.MsgspecError) as error:
             log.warning("the client is gone: %s", error)
         except BaseException:
@@ -316,14 +319,16 @@ class EngineServer:
     def _deliver(self, pipeline: Pipeline) -> None:
         """Sends whole speech and stats until the client closes. Waits for a client that reads slowly instead
         of buffering speech."""
-        sent, due_at = EngineStats(), 0.0
+        sent, sent_at = EngineStats(), 0.0
         while True:
             with suppress(queue.Empty):
                 if (answer := self._answers.get(timeout=STATS_SECONDS)) is None:
                     return
                 self._send_event(*answer, wait=True)
-            if time.monotonic() >= due_at and (stats := pipeline.stats()) != sent:
-                sent, due_at = stats, time.monotonic() + STATS_SECONDS
+            stats, now = pipeline.stats(), time.monotonic()
+            is_same = replace(stats, joules=sent.joules) == sent
+            if stats != sent and now >= sent_at + (IDLE_STATS_SECONDS if is_same else STATS_SECONDS):
+                sent, sent_at = stats, now
                 self._send(Stats(stats, pipeline.info), wait=True)
 
     def _send_event(self, number: int, event: Event, wait: bool = False) -> None:

@@ -413,6 +413,7 @@ class ContextSocket:
         self._speech.contexts += 1
         try:
             serving = self.serving.of(message.model_id, "model_id")
+            serving.model.check_queue()
             request = await self.request(serving, message)
             request = replace(request, request_id=f"ctx-{secrets.token_hex(8)}")
             context = Context(self, serving, message, request)

@@ -13,14 +13,15 @@ from starlette.types import Scope
 from pipelines.serving.cartesia import ContextMessage, Name
 from pipelines.serving.contexts import CLOSED, ContextSocket
 from pipelines.serving.encoding import PcmStream, stream_encoder
-from pipelines.serving.errors import JsonObject
+from pipelines.serving.errors import JsonObject, bad_request
 from pipelines.serving.metrics import MULTI_STREAM_INPUT, STREAM_INPUT
 from pipelines.serving.request_body import Body
 from pipelines.serving.streaming import Serving
 from pipelines.words import are_spaced
 
 _CONTEXT = "default"
-#: ElevenLabs' names of encodings.
+#: ElevenLabs' names of files, and of encodings.
+_FILES = ("mp3", "opus")
 _ENCODINGS = {"pcm": "pcm_s16le", "ulaw": "pcm_mulaw", "alaw": "pcm_alaw"}
 
 
@@ -59,6 +60,10 @@ class MultiStreamSocket(ContextSocket):
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         handshake = Handshake.model_validate(query)
         self._kind, rate = f"{handshake.output_format}_".split("_")[:2]
+        if self._kind not in (*_FILES, *_ENCODINGS):
+            kinds = ", ".join((*_FILES, *_ENCODINGS))
+            message = f"Begin `output_format` with one of {kinds}, such as pcm_24000."
+            raise bad_request(message, "invalid_value", "output_format")
         self._absolute = handshake.sync_alignment
         #: The end of the times that were sent of each context, in seconds.
         self._ends: dict[str | None, float] = {}
@@ -71,8 +76,8 @@ class MultiStreamSocket(ContextSocket):
             "language": query.get("language_code"),
             "generation_config": query,
             "output_format": None
-            if self._kind in ("mp3", "opus")
-            else {"encoding": _ENCODINGS.get(self._kind, self._kind), "sample_rate": rate},
+            if self._kind in _FILES
+            else {"encoding": _ENCODINGS[self._kind], "sample_rate": rate},
             "add_timestamps": "true",
             "max_buffer_delay_ms": "0" if handshake.auto_mode else None,
         }
@@ -100,7 +105,7 @@ class MultiStreamSocket(ContextSocket):
                 )
 
     def encoder(self, serving: Serving, first: ContextMessage) -> PcmStream:
-        if self._kind in ("mp3", "opus"):
+        if self._kind in _FILES:
             return stream_encoder(serving.model.card.sample_rate, self._kind)
         return super().encoder(serving, first)
 

@@ -283,7 +283,9 @@ class ServedModel:
                             yield event
                     return
                 except (NightjarError, ApiError) as error:
-                    was_early = error.code == _STARTING and permit.since < self._died_at
+                    # A dead engine that is still here is found a little later.
+                    found = self.pipeline is None
+                    was_early = error.code == _STARTING and not (found and permit.since >= self._died_at)
                     if is_last or not held or not (was_early or error.code in _DEAD):
                         raise
                 self.on_retry()

@@ -125,9 +125,12 @@ class FakePipeline(CalledPipeline):
         patient_until: int = 0,
         on_crash: Callable[[], None] | None = None,
         decodes: bool = True,
+        energy: bool = False,
     ) -> None:
         self.name = name
         self.decodes = decodes
+        #: Whether `stats` has a counter of energy, which never rests.
+        self.energy = energy
         self.capabilities = Capabilities(
             voices=("sine",), cloning=True, instruct=True, codes=True, word_times="exact"
         )
@@ -185,7 +188,12 @@ class FakePipeline(CalledPipeline):
         entry[1].set_exception(SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
 
     def stats(self) -> EngineStats:
-        return EngineStats(running=len(self._running), waiting=len(self._waiting), requests_done=self._done)
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            requests_done=self._done,
+            joules=time.monotonic() if self.energy else None,
+        )
 
     def close(self) -> None:
         with self._changed:

@@ -131,6 +131,8 @@ def test_the_death_of_one_engine_leaves_the_other_alone(tmp_path: Path) -> None:
         ("--model", "hibari", "--model", "hibari"),
         ("--model", "hibari", "--model", "hibari", "--name", "one"),
         ("--model", "hibari", "--model", "hibari", "--name", "one", "--name", "one"),
+        ("--model", "hibari", "--name", ""),
+        ("--model", "hibari", "--name", "one", "--name", "two\n"),
     ],
 )
 def test_names_tell_models_apart(capfd: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:

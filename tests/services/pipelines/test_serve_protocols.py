@@ -277,7 +277,9 @@ class TestElevenLabs:
         with pytest.raises(InvalidStatus) as refused, wire(server, path, **query):
             pass
         assert refused.value.response.status_code == status
-        assert json.loads(refused.value.response.body)["error"]["code"] == code
+        error = json.loads(refused.value.response.body)["error"]
+        assert error["code"] == code
+        assert "pcm_s16le" not in error["message"], "that is another protocol's name"
 
     @pytest.mark.parametrize(
         ("message", "name", "code"),

@@ -130,6 +130,10 @@ def test_no_new_request_waits_behind_those_that_are_tried_again() -> None:
             late = pcm(server, "I came later.")
             assert (late.status_code, error_of(late)["code"]) == (503, "engine_starting")
             assert "retry-after" in late.headers
+            with talk(server.url) as client:
+                client.say("late", "I came later too.")
+                refused = client.error("late")
+                assert (refused["error_code"], refused["status_code"]) == ("engine_starting", 503)
         finally:
             back.set()
         assert asked.result().status_code == 200

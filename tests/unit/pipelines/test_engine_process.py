@@ -46,6 +46,7 @@ from pipelines.request import (
 from tests.support.fakes import SAMPLE_RATE, sine
 from tests.support.golden_checkpoint import whole
 from tests.support.native_plugin import NAME, installed
+from tests.unit.pipelines.test_ipc import room_for
 
 CHECKPOINT = whole(Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-design")
 
@@ -124,6 +125,37 @@ def test_an_engine_that_runs_otherwise_than_when_it_was_opened_says_so(open_proc
     submit(process, request("A kernel gave up. [[executor:graph]]")).result(60)
     wait_for(lambda: process.info != opened)
     assert process.info == replace(opened, executor="graph")
+
+
+def test_an_idle_engine_sends_its_energy_once_a_second(open_process: Open) -> None:
+    process = open_process(energy=True)
+    submit(process, request("Some words.")).result(60)
+    wait_for(lambda: process.stats().requests_done == 1)
+    seen, end = {process.stats().joules}, time.monotonic() + 2.2
+    while time.monotonic() < end:
+        seen.add(process.stats().joules)
+        time.sleep(0.01)
+    assert 2 <= len(seen) <= 4
+    # Other changes do not wait.
+    for done in range(2, 12):
+        submit(process, request("More words.")).result(60)
+        wait_for(lambda done=done: process.stats().requests_done == done, 0.5)
+
+
+def test_speech_that_cannot_be_received_fails_its_request_alone(open_process: Open, tmp_path: Path) -> None:
+    process = open_process()
+    long = "x" * 500
+    for room, ends in ((0, False), (1, True)):
+        future = submit(process, request(f"[[until:{tmp_path / str(room)}]] {long}"))
+        with room_for(room):
+            (tmp_path / str(room)).mkdir()
+            if ends:
+                assert len(future.result(60).samples)
+            else:
+                error = error_of(future)
+                assert isinstance(error, SynthesisError)
+                assert "too many open files" in error.message
+    assert process.stats().state == "ready"
 
 
 def test_errors_keep_class_code_message_and_advice(process: EngineProcess, open_process: Open) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -157,6 +158,21 @@ def test_a_recording_that_cannot_be_sent_fails_its_request_alone(
     assert isinstance(error, SynthesisError)
     assert error.code is ErrorCode.SYNTH_ENGINE
     assert reason in error.message
+    assert submit(process, cloned(voice(1, 6.0))).result(60).text_out == heard(voice(1, 6.0))
+
+
+def test_a_recording_that_cannot_be_received_fails_its_request_alone(open_process: Open) -> None:
+    process = open_process(reading_fake.NAME)
+    assert process.pid is not None
+    assert submit(process, cloned(voice(0, 6.0))).result(60)
+    limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir(f"/proc/{process.pid}/fd")}
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (min(set(range(len(used) + 1)) - used), limits[1]))
+    error = error_of(submit(process, cloned(voice(1, 6.0))))
+    assert isinstance(error, SynthesisError)
+    assert "too many open files" in error.message
+    assert submit(process, request("quick")).result(60)
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
     assert submit(process, cloned(voice(1, 6.0))).result(60).text_out == heard(voice(1, 6.0))
 
 

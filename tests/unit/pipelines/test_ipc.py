@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from pipelines import ipc
 from pipelines.child_process import Child
-from pipelines.ipc import INLINE_BYTES, Channel, share
+from pipelines.ipc import INLINE_BYTES, Channel, LostArraysError, share
 
 
 class _Text(msgspec.Struct, frozen=True, tag="text"):
@@ -166,17 +167,55 @@ def test_a_message_that_is_too_long_is_not_sent(ends: Ends, monkeypatch: pytest.
     assert ends[0].receive() == _Data(b"fits")
 
 
-def test_lost_descriptors_are_an_error(ends: Ends) -> None:
-    ends[0].send(_Samples("many", more=[LARGE] * 8))
+@contextmanager
+def room_for(descriptors: int) -> Iterator[None]:
+    """This process can open so many more files."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 2, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + descriptors, limits[1]))
     try:
-        with pytest.raises(ConnectionError, match="too many open files"):
-            ends[1].receive()
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_lost_descriptors_cost_only_their_message(ends: Ends) -> None:
+    before = open_descriptors()
+    for room in (0, 2):
+        ends[0].send(_Samples("many", more=[LARGE] * 8))
+        ends[0].send(_Samples("next", LARGE + 1))
+        with room_for(room), pytest.raises(LostArraysError, match="too many open files") as lost:
+            ends[1].receive()
+        assert lost.value.fields["text"] == "many"
+        message = ends[1].receive()
+        assert isinstance(message, _Samples)
+        np.testing.assert_array_equal(message.samples, LARGE + 1)
+    assert open_descriptors() == before
+
+
+def test_an_array_needs_one_descriptor(ends: Ends) -> None:
+    ends[0].send(_Samples("one", LARGE + 1))
+    with room_for(1):
+        message = ends[1].receive()
+    assert isinstance(message, _Samples)
+    np.testing.assert_array_equal(message.samples, LARGE + 1)
+
+
+def test_other_programs_do_not_inherit_received_descriptors() -> None:
+    one, two = socket.socketpair()
+    channel = Channel(two, _Text)
+    descriptor = share(b"samples")
+    # The message is not complete, so its descriptor is kept.
+    socket.send_fds(one, [b"\0"], [descriptor])
+    os.close(descriptor)
+    with pytest.raises(TimeoutError):
+        channel.receive(0.1)
+    names = os.listdir("/proc/self/fd")
+    received = [int(name) for name in names if "memfd:nightjar" in os.path.realpath(f"/proc/self/fd/{name}")]
+    assert [os.get_inheritable(one) for one in received] == [False]
+    channel.close()
+    one.close()
 
 
 _CHILD = """

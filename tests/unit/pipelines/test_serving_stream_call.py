@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipelines.errors import ErrorCode, InputError
-from pipelines.request import AudioChunk, EngineInfo, EngineStats, Generation, Message, SynthesisRequest
+from pipelines.request import AudioChunk, Done, EngineInfo, EngineStats, Generation, Message, SynthesisRequest
 from pipelines.serving import ServeOptions
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.model import ServedModel
@@ -73,6 +73,34 @@ def test_a_slot_is_free_after_a_client_left_and_its_request_was_refused(stream: 
                 await asyncio.sleep(0.01)
 
     asyncio.run(leave_early())
+
+
+class _Dying(StreamVoice):
+    """An engine that the test ends."""
+
+    state = "ready"
+
+    def stats(self) -> EngineStats:
+        return EngineStats(state=self.state)
+
+
+def test_what_comes_between_an_engines_death_and_its_discovery_waits_for_the_next_one() -> None:
+    async def speak() -> None:
+        first, second = _Dying(), _Dying()
+        engines = iter([first, second])
+        model = ServedModel(card_of(first), lambda: next(engines), ServeOptions(("fake",)))
+        running = asyncio.create_task(model.run(lambda: pytest.fail("it did not open")))
+        async with asyncio.timeout(30):
+            while model.pipeline is None:
+                await asyncio.sleep(0.01)
+            first.state = "broken"
+            permit = await AdmissionQueue(slots=1, waiting_room=1).admit()
+            async with aclosing(model.chunks(REQUEST, permit)) as chunks:
+                assert [type(one) async for one in chunks][-1] is Done
+        assert (first.texts, second.texts) == ([], ["Hello."])
+        running.cancel()
+
+    asyncio.run(speak())
 
 
 class _Later:
