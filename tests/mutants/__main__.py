@@ -152,10 +152,10 @@ def try_all(faults: list[Fault], processes: int) -> int:
         for number in range(processes):
             free.put(Sandbox(Path(folder) / str(number)))
 
-        def attempt(fault: Fault) -> tuple[str, str]:
-            sandbox = free.get()
+        def attempt(fault: Fault) -> tuple[str, str, float]:
+            sandbox, began = free.get(), time.monotonic()
             try:
-                return sandbox.try_fault(fault)
+                return *sandbox.try_fault(fault), time.monotonic() - began
             finally:
                 free.put(sandbox)
 
@@ -166,9 +166,10 @@ def try_all(faults: list[Fault], processes: int) -> int:
             print(f"The tests fail without any fault:\n{harmed}")
             return 2
         verdicts: list[str] = []
-        for fault, (verdict, why) in zip(faults, pool.map(attempt, faults)):
+        for fault, (verdict, why, seconds) in zip(faults, pool.map(attempt, faults)):
             verdicts.append(verdict)
-            print(f"{verdict:9} {fault.name}  ({fault.file}){f': {why}' if why else ''}", flush=True)
+            about = f"{seconds:4.0f} s  {fault.name}  ({fault.file})"
+            print(f"{verdict:9} {about}{f': {why}' if why else ''}", flush=True)
     seen = verdicts.count("seen")
     print(f"{seen} of {len(faults)} planted faults were seen, in {time.monotonic() - started:.0f} s.")
     return 2 if "BROKEN" in verdicts else 1 if "SURVIVED" in verdicts else 0

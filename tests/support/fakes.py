@@ -28,6 +28,7 @@ from pipelines.request import (
     Capabilities,
     CodecIdentity,
     EngineInfo,
+    EngineState,
     EngineStats,
     Speech,
     SynthesisRequest,
@@ -142,6 +143,7 @@ class FakePipeline(CalledPipeline):
         self.submitted: list[str] = []
         self.aborted: list[str] = []
         self.closes = 0
+        self.state: EngineState = "ready"
         self.info = EngineInfo(slots=slots, waiting_room=waiting_room)
         self._crash = on_crash or (lambda: os.kill(os.getpid(), signal.SIGKILL))
         self._changed = threading.Condition()
@@ -193,6 +195,7 @@ class FakePipeline(CalledPipeline):
             waiting=len(self._waiting),
             requests_done=self._done,
             joules=time.monotonic() if self.energy else None,
+            state=self.state,
         )
 
     def close(self) -> None:

@@ -70,12 +70,17 @@ def waits(rig: Rig) -> float:
 
 
 @contextmanager
-def running(rig: Rig) -> Generator[None]:
-    """Runs the next shard beside the test, which waits for its end."""
+def running(rig: Rig) -> Generator[Callable[[Callable[[], object]], None]]:
+    """Runs the next shard beside the test, which waits for its end. Yields a wait for a condition while the shard runs."""
+
+    def until(condition: Callable[[], object]) -> None:
+        wait_for(lambda: condition() or not thread.is_alive())
+        assert condition(), "the shard ended before"
+
     thread = threading.Thread(target=rig.run_next)
     thread.start()
     try:
-        yield
+        yield until
     except BaseException:
         rig.leases.drain()
         raise
@@ -104,8 +109,8 @@ def test_a_store_that_goes_away_in_a_shard_is_waited_for(
     rig = in_folder(build, Interrupted(ITEMS // 2, take_away))
     root, elsewhere = rig.folder / "store", rig.folder / "elsewhere"
     job = rig.submit([f"text {n}" for n in range(ITEMS)], pack=pack)
-    with running(rig):
-        wait_for(lambda: taken.is_set() and waits(rig) > 3)
+    with running(rig) as until:
+        until(lambda: taken.is_set() and waits(rig) > 3)
         left = [path.name for path in root.rglob("*")] if root.exists() else []
         shutil.rmtree(root, ignore_errors=True)
         elsewhere.rename(root)
@@ -120,8 +125,8 @@ def test_a_store_of_another_identity_gets_nothing(build: Build) -> None:
     own = file.read_text()
     # As a copy of the store would be: its inputs can be read.
     file.write_text("f" * 32)
-    with running(rig):
-        wait_for(lambda: waits(rig) > 3)
+    with running(rig) as until:
+        until(lambda: waits(rig) > 3)
         assert not (rig.folder / "store" / "jobs" / job.id / "audio").exists()
         file.write_text(f"{own}\n")
     assert_complete(rig, job)
@@ -136,8 +141,8 @@ def test_a_store_whose_identity_is_no_file_is_away(build: Build, plant: Callable
     file, aside = (rig.folder / "store" / name for name in (IDENTITY_KEY, "aside"))
     file.rename(aside)
     plant(file)
-    with running(rig):
-        wait_for(lambda: waits(rig) > 3)
+    with running(rig) as until:
+        until(lambda: waits(rig) > 3)
         file.rename(rig.folder / "planted")
         aside.rename(file)
     assert_complete(rig, job)

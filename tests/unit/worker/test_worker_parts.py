@@ -152,6 +152,15 @@ class TestPipelineCache:
             assert third is opened["a"]
         assert opened["a"].closes == 0
 
+    def test_a_model_whose_engine_has_ended_is_opened_again(self) -> None:
+        cache, opened = self.cache()
+        with cache.use("a"):
+            dead = opened["a"]
+        dead.state = "broken"
+        with cache.use("a") as again:
+            assert again is opened["a"] is not dead
+        assert (dead.closes, opened["a"].closes) == (1, 0)
+
     def test_another_model_takes_the_place_of_an_idle_one(self) -> None:
         cache, opened = self.cache()
         with cache.use("a"):
