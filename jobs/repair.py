@@ -28,7 +28,7 @@ from jobs.ledger import Ledger
 from jobs.ledger.records import QUARANTINE, WORDS, Artifact, ItemRow, ItemState, Job
 from jobs.packs import read_artifact
 from jobs.references import load_reference
-from jobs.shard_file import ShardLine, ShardLines, read_shard
+from jobs.shard_file import ShardLines, read_shard, shard_line
 from jobs.spoken_text import pronunciations_of
 from jobs.store.base import ObjectStore, sha256_of
 from jobs.verify import Expected
@@ -107,8 +107,8 @@ class _Resynthesis:
     pipeline: Pipeline
 
     @cached_property
-    def lines(self) -> ShardLines[ShardLine]:
-        return ShardLines(self.ledger, self.store, self.job.id, read_shard)
+    def lines(self) -> ShardLines:
+        return ShardLines(self.ledger, self.store, self.job.id)
 
     def start_of(self, expected: Expected) -> tuple[ItemRow, Artifact, Started | NightjarError] | None:
         """The item of an object, its artifact, and its started synthesis or error; None: the object does not
@@ -127,7 +127,7 @@ class _Resynthesis:
     def start(self, row: ItemRow, artifact: Artifact) -> Started:
         """Starts the synthesis of an artifact with the same requests as the worker, and finishes the one of an
         item that is spoken in parts. Raises `InputError` for missing reference audio, and `StoreError`."""
-        line, job = self.lines.of(row), self.job
+        line, job = shard_line(self.lines.of(row)), self.job
         request_id = f"verify/{artifact.kind}/{job.id}/{line.index}"
         generation = line.generation_over(job.spec.generation)
         load, words = partial(load_reference, self.store, job.id), pronunciations_of(job.spec)

@@ -4,8 +4,8 @@ store."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import zstandard
@@ -113,9 +113,6 @@ class ShardLine(msgspec.Struct, frozen=True):
         return self.generation.over(defaults if self.role is None else defaults.of(self.role))
 
 
-Line = TypeVar("Line", "ShardLine", "RawLine")
-
-
 class RawLine(msgspec.Struct, frozen=True):
     """One item with its submitted dialogue, for exports."""
 
@@ -167,23 +164,25 @@ def compress(lines: Iterable[bytes]) -> bytes:
 
 def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
     """The lines of a shard in index order. Raises `StoreError`, with `store.conflict` if the object was changed."""
-    lines: list[ShardLine] = []
-    for stored in read_raw_shard(store, key, sha256):
-        dialogue, turn = _decode_dialogue(stored.dialogue), stored.message_index
-        generation = dialogue.generation or NO_GENERATION
-        role: SpokenRole | None = None
-        written = None if turn is None or stored.spoken is None else dialogue.messages[turn][2].strip()
-        if turn is None:
-            turn = speech_position(dialogue.messages)
-            messages = dialogue.typed_messages(stored.references)
-        else:
-            role = "assistant" if dialogue.messages[turn][0] == "assistant" else "user"
-            messages = turn_messages(dialogue.messages, turn, stored.references, stored.spoken)
-            if generation is not NO_GENERATION:
-                generation = generation.of(role)
-        where, metadata = (stored.index, stored.line, dialogue.example_id), metadata_json(stored.dialogue)
-        lines.append(ShardLine(*where, messages, generation, turn, role, metadata, written))
-    return lines
+    return [shard_line(stored) for stored in read_raw_shard(store, key, sha256)]
+
+
+def shard_line(stored: RawLine) -> ShardLine:
+    """The item of a line for a worker."""
+    dialogue, turn = _decode_dialogue(stored.dialogue), stored.message_index
+    generation = dialogue.generation or NO_GENERATION
+    role: SpokenRole | None = None
+    written = None if turn is None or stored.spoken is None else dialogue.messages[turn][2].strip()
+    if turn is None:
+        turn = speech_position(dialogue.messages)
+        messages = dialogue.typed_messages(stored.references)
+    else:
+        role = "assistant" if dialogue.messages[turn][0] == "assistant" else "user"
+        messages = turn_messages(dialogue.messages, turn, stored.references, stored.spoken)
+        if generation is not NO_GENERATION:
+            generation = generation.of(role)
+    where, metadata = (stored.index, stored.line, dialogue.example_id), metadata_json(stored.dialogue)
+    return ShardLine(*where, messages, generation, turn, role, metadata, written)
 
 
 def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:
@@ -205,30 +204,22 @@ def read_references(store: ObjectStore, key: str, sha256: str) -> set[str]:
     }
 
 
-class ShardLines(Generic[Line]):
-    """Reads the lines of items, which are given in order of their shards. One shard is in memory. `read` is
-    `read_shard` or `read_raw_shard`."""
+class ShardLines:
+    """Reads the lines of items, which are given in order of their shards. One shard is in memory."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        store: ObjectStore,
-        job_id: str,
-        read: Callable[[ObjectStore, str, str], list[Line]],
-    ) -> None:
+    def __init__(self, ledger: Ledger, store: ObjectStore, job_id: str) -> None:
         self._store = store
-        self._read = read
         self.inputs = ledger.shard_inputs(job_id)
         self._loaded = ("", "")
-        self._lines: dict[int, Line] = {}
+        self._lines: dict[int, RawLine] = {}
         #: The error of the first line number that could not be read. No numbers are read after it.
         self.failure: StoreError | None = None
 
-    def of(self, item: ItemRow) -> Line:
+    def of(self, item: ItemRow) -> RawLine:
         """The line of an item. Raises `StoreError`."""
         place = self.inputs[item.shard_no]
         if place != self._loaded:
-            self._lines = {line.index: line for line in self._read(self._store, *place)}
+            self._lines = {line.index: line for line in read_raw_shard(self._store, *place)}
             self._loaded = place
         return self._lines[item.index]
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Unpack
 from jobs.console import Output
 from jobs.delete import Deleted, delete_job, measure_job
 from jobs.dialogue import metadata_of
-from jobs.export.items import ItemMetadata, item_metadata, read_words
+from jobs.export.items import ItemMetadata, item_metadata, pages, read_words
 from jobs.job_options import unknown_name, user_name
 from jobs.ledger import Ledger
 from jobs.ledger.queries import ShardEnds
@@ -31,7 +31,7 @@ from jobs.packs import ArtifactReader
 from jobs.progress import Progress
 from jobs.recent_jobs import FoundJob
 from jobs.settings import Settings, load_settings
-from jobs.shard_file import RawLine, ShardLines, read_raw_shard
+from jobs.shard_file import RawLine, ShardLines
 from jobs.status import status_lines
 from jobs.store import ObjectStore, open_store, store_of
 from jobs.where import Where, parse_where
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.25
 #: Maximum length of the audio of an item that is read.
 MAX_SECONDS = 24 * 3600.0
-_PAGE_ITEMS = 1000
 _ENDED = {*ItemState} - {ItemState.PENDING}
 
 
@@ -424,16 +423,12 @@ class Job:
             return self._lines.of(row)
 
     @cached_property
-    def _lines(self) -> ShardLines[RawLine]:
-        return ShardLines(self._ledger, self._store, self.id, read_raw_shard)
+    def _lines(self) -> ShardLines:
+        return ShardLines(self._ledger, self._store, self.id)
 
     def _items(self, rows: Iterator[ItemRow]) -> Iterator[Item]:
-        while page := list(islice(rows, _PAGE_ITEMS)):
-            kept = {
-                draw.index: draw.draw
-                for draw in self._ledger.draws_of(self.id, [row.index for row in page])
-                if draw.draw.kept
-            }
+        for page in pages(rows):
+            kept = self._ledger.kept_draws(self.id, [row.index for row in page])
             for row in page:
                 audio, draw = row.artifact, kept.get(row.index)
                 yield Item(

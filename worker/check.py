@@ -31,7 +31,7 @@ from jobs.packs import map_ahead
 from jobs.provenance import put_checks
 from jobs.recent_jobs import FoundJob
 from jobs.references import load_reference
-from jobs.shard_file import ShardLines, read_raw_shard
+from jobs.shard_file import ShardLines
 from jobs.spec import frozen_spec, is_sampled
 from jobs.status import measured_text
 from pipelines.audio import decode
@@ -148,7 +148,7 @@ class _Check:
         self._quality, self._pool, self._say = quality, pool, say
         self._store, self._id, self.result = found.store, uuid.uuid4().hex, Checked()
         self._reader, self._lock = AudioReader(self._store), threading.Lock()
-        self._lines = ShardLines(found.ledger, self._store, found.id, read_raw_shard)
+        self._lines = ShardLines(found.ledger, self._store, found.id)
 
     def measured(self, shard: ShardEnds) -> bool:
         """Measures the items of a shard. False: another check has it."""
@@ -190,8 +190,7 @@ class _Check:
             for row in exported(self._ledger.items(job.id, after=shard.first_index - 1, limit=count))
             if row.shard_no == shard.no and is_sampled(self._quality, job.spec.seed, row.example_id)
         ]
-        draws = self._ledger.draws_of(job.id, [row.index for row in rows])
-        kept = {row.index: row.draw for row in draws if row.draw.kept}
+        kept = self._ledger.kept_draws(job.id, [row.index for row in rows])
         left = [(row, kept.get(row.index)) for row in rows if _left(self._quality, kept.get(row.index))]
         self.result.items += len(rows)
         self.result.known += len(rows) - len(left)

@@ -310,12 +310,16 @@ def run_nights(
     except ValueError:
         raise invalid(f"{night!r} is not a date.", "Write it as YYYY-MM-DD.") from None
     if unknown := set(names) - settings.schedules.keys():
-        advice = f"Schedules are: {', '.join(sorted(settings.schedules)) or 'none'}."
-        raise invalid(f"There is no schedule {min(unknown)!r}.", advice)
+        raise invalid(
+            f"There is no schedule {min(unknown)!r}.",
+            f"Schedules are: {', '.join(sorted(settings.schedules)) or 'none'}.",
+        )
     if not settings.schedules:
         # Otherwise a cron command in the wrong folder would silently do nothing every night.
-        advice = "Write `[schedules.NAME]` into nightjar.toml here, or name its file with SPEECH_CONFIG."
-        raise invalid("No schedule is set.", advice)
+        raise invalid(
+            "No schedule is set.",
+            "Write `[schedules.NAME]` into nightjar.toml here, or name its file with SPEECH_CONFIG.",
+        )
     check_exports(settings, names or settings.schedules)
     with closing(Ledger.of(settings)) as ledger:
         ledger.check_schema()

@@ -58,7 +58,7 @@ from jobs.status import (
 from pipelines.errors import ErrorCode, NightjarError, NotFoundError, invalid
 
 if TYPE_CHECKING:
-    from jobs.shard_file import RawLine, ShardLines
+    from jobs.shard_file import ShardLines
     from jobs.where import Where
 
 STARTING = "the worker of this folder's `nightjar run` or `nightjar dev` is starting"
@@ -347,16 +347,16 @@ def items(
     _note_unknown(lines, output)
 
 
-def _lines(found: FoundJob) -> ShardLines[RawLine]:
+def _lines(found: FoundJob) -> ShardLines:
     # Imported late, because `errors --by code` needs no store.
-    from jobs.shard_file import ShardLines, read_raw_shard
+    from jobs.shard_file import ShardLines
     from jobs.store import open_store
 
     store = open_store(found.job.store_url, found.settings.s3)
-    return ShardLines(found.ledger, store, found.id, read_raw_shard)
+    return ShardLines(found.ledger, store, found.id)
 
 
-def _note_unknown(lines: ShardLines[RawLine], output: Output) -> None:
+def _note_unknown(lines: ShardLines, output: Output) -> None:
     if lines.failure is not None:
         output.note(f"The input lines of some items cannot be shown: {printable(str(lines.failure))}")
 
@@ -384,11 +384,12 @@ def errors(
         return
     lines, ledger = _lines(found), found.ledger
     refused = (line for line in ledger.rejected_lines(found.id) if codes is None or line.code in codes)
-    ended = (ItemState.FAILED, ItemState.DEAD)
-    failed = (item for state in ended for item in ledger.items(found.id, state=state, codes=codes))
     views = chain(
         (line_error_view(found.id, line) for line in refused),
-        (item_error_view(found.id, item, lines.number_of(item)) for item in failed),
+        (
+            item_error_view(found.id, item, lines.number_of(item))
+            for item in ledger.broken_items(found.id, codes)
+        ),
     )
     shown = False
     for view in islice(views, limit):

@@ -44,7 +44,7 @@ VERSION = 3
 #: Number of lost objects that an error names.
 SHOWN_LOST = 5
 #: The options of an export for users, by their names in Python and in schedules, with the type of their values.
-OPTIONS: dict[str, type] = {
+OPTIONS = {
     **dict.fromkeys(("audio_format", "splits", "audio_root", "where", "license"), str),
     **dict.fromkeys(("dialogues", "gaps", "interleave", "tokenizer"), str),
     "sample_rate": int,
@@ -52,7 +52,7 @@ OPTIONS: dict[str, type] = {
     "absolute": bool,
     "unique": bool,
 }
-_PARSERS: dict[str, Callable[[str], object]] = {
+_PARSERS = {
     "splits": parse_splits,
     "audio_root": Path,
     "where": parse_where,
@@ -85,7 +85,7 @@ def parsed_options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
     for name in given:
         if name not in (*OPTIONS, *others):
             raise unknown_name("option", name, OPTIONS)
-    options: dict[str, Any] = {
+    options = {
         name: _PARSERS[name](value) if name in _PARSERS and isinstance(value, str) else value
         for name, value in given.items()
     }
@@ -174,7 +174,7 @@ def _check_audio(format: ExportFormat, jobs: Sequence[StoredJob], options: Expor
     """Checks the conversion for each job, and what the format needs equal in all jobs."""
     if format.codes and len({one.job.spec.output for one in jobs}) > 1:
         raise invalid("Some of these jobs have codes, and others not.", "Export them to several datasets.")
-    made: dict[str, dict[Any, str]] = {"audio format": {}, "sample rate": {}}
+    made = {"audio format": {}, "sample rate": {}}
     for ledger, _, job in jobs:
         # All audio of a job has the same rate: that of its model, or of its spec.
         rates = [
@@ -240,8 +240,7 @@ class _Export:
         chosen, jobs = self.format, self.jobs
         if chosen.failure_line is not None:
             for ledger, _, job in jobs.jobs:
-                failed = (ledger.items(job.id, state=state) for state in (ItemState.FAILED, ItemState.DEAD))
-                for failure in chain(ledger.rejected_lines(job.id), *failed):
+                for failure in chain(ledger.rejected_lines(job.id), ledger.broken_items(job.id)):
                     yield 1, chosen.failure_line(job, failure)
             return
         if jobs.several or jobs.unique:
@@ -298,8 +297,10 @@ class _Export:
                     count, audio_bytes = count + 1, audio_bytes + (row.artifact.bytes if row.artifact else 0)
                     yield row
             if (count, audio_bytes) != (part.items, part.audio_bytes):
-                advice = "Wait until it has ended, then export it to an empty folder or prefix."
-                raise invalid("The job changed while it was exported.", advice)
+                raise invalid(
+                    "The job changed while it was exported.",
+                    "Wait until it has ended, then export it to an empty folder or prefix.",
+                )
 
         items, sounds = self._read(rows()), self.format.sounds
         whole = items if sounds is None else sounds.dialogues(items)

@@ -38,7 +38,7 @@ ENTRY_POINT_GROUP = "nightjar.exports"
 #: after a stop.
 PART_BYTES = 500_000_000
 #: Name of a format -> the object that declares it, written as the value of an entry point.
-BUILT_IN: dict[str, str] = {
+BUILT_IN = {
     "espnet": "jobs.export.line_formats:ESPNET",
     "jsonl": "jobs.export.code_formats:JSONL",
     "interleaved": "jobs.export.code_formats:INTERLEAVED",
@@ -325,9 +325,8 @@ def describe_formats() -> str:
 
 
 def _broken(entry: EntryPoint, reason: str) -> ConfigError:
-    message = f"The export format {entry.name!r} is registered as {entry.value!r}, which {reason}."
     return ConfigError(
         ErrorCode.CONFIG_MISSING_LIBRARY,
-        message,
+        f"The export format {entry.name!r} is registered as {entry.value!r}, which {reason}.",
         "Install its requirements, or uninstall the package that registers it.",
     )

@@ -61,9 +61,10 @@ def _libraries() -> tuple[Any, Any]:
         import datasets
         import huggingface_hub
     except ModuleNotFoundError:
-        message = "Pushing to the hub needs the library datasets."
         raise ConfigError(
-            ErrorCode.CONFIG_MISSING_LIBRARY, message, "Install it with: pip install datasets."
+            ErrorCode.CONFIG_MISSING_LIBRARY,
+            "Pushing to the hub needs the library datasets.",
+            "Install it with: pip install datasets.",
         ) from None
     return datasets, huggingface_hub
 
@@ -87,8 +88,10 @@ def _errors(repository: str) -> Generator[None]:
         status = error.response.status_code
         if status >= 500 or status == 429:
             raise _unreachable(f"The Hugging Face hub answers with status {status}.") from error
-        message = f"The Hugging Face hub refuses to write {repository[:100]!r} (status {status})."
-        raise invalid(message, f"Use a token with write access. {_LOG_IN}") from error
+        raise invalid(
+            f"The Hugging Face hub refuses to write {repository[:100]!r} (status {status}).",
+            f"Use a token with write access. {_LOG_IN}",
+        ) from error
     except OfflineModeIsEnabled as error:
         raise _unreachable("The Hugging Face hub cannot be used while HF_HUB_OFFLINE is set.") from error
     except (http_error, ConnectionError) as error:

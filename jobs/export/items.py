@@ -20,7 +20,7 @@ from jobs.dialogue import Dialogue, metadata_json, metadata_of, reference_places
 from jobs.layout import references_prefix
 from jobs.ledger.records import WORDS, Artifact, Decision, Draw, ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
-from jobs.shard_file import RawLine, ShardLines, read_raw_shard
+from jobs.shard_file import RawLine, ShardLines
 from jobs.store.base import ObjectStore
 from jobs.where import FilteredOut
 from pipelines.errors import invalid
@@ -211,7 +211,7 @@ def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
 def minutes_by_voice(ledger: Ledger, store: ObjectStore, job: Job) -> dict[str, float]:
     """Returns voice -> minutes of audio of a job, longest first. Reads the lines of all items. Raises
     `StoreError`."""
-    lines = ShardLines(ledger, store, job.id, read_raw_shard)
+    lines = ShardLines(ledger, store, job.id)
     seconds: defaultdict[str, float] = defaultdict(float)
     for row in exported(ledger.items(job.id)):
         artifact = cast("Artifact", row.artifact)
@@ -291,7 +291,7 @@ def picked(about: Mapping[str, Any], *names: str) -> JsonObject:
 def columns_of(*jobs: tuple[Ledger, Job], metadata: Type) -> Columns:
     """The columns of a dataset with these jobs; the scores of built-in checks are first. `metadata`: the types of the
     metadata, if they are needed."""
-    names: set[str] = set()
+    names = set[str]()
     for ledger, job in jobs:
         names |= ledger.measured_scores(job.id)
         if (quality := job.spec.quality) is not None:
@@ -333,12 +333,12 @@ def audio_items(
     """Yields the items with audio of a job, or of `rows`, in index order, with the lines of one shard in
     memory at a time. `columns`: those of the dataset, if it is not the job alone."""
     job, texts = ledger.job(job_id), ArtifactReader(store)
-    lines = ShardLines(ledger, store, job_id, read_raw_shard)
+    lines = ShardLines(ledger, store, job_id)
     columns = columns or columns_of((ledger, job), metadata={})
     for page in pages(exported(ledger.items(job_id) if rows is None else rows)):
         indexes = [row.index for row in page]
         # Read after the items, so that all items of a running job have their draws.
-        kept = {row.index: row.draw for row in ledger.draws_of(job_id, indexes) if row.draw.kept}
+        kept = ledger.kept_draws(job_id, indexes)
         written = ledger.artifacts_of(job_id, TEXT, indexes)
         coded = ledger.artifacts_of(job_id, "codes", indexes) if job.spec.output else {}
         timed = ledger.artifacts_of(job_id, WORDS, indexes) if job.spec.timestamps is True else {}
@@ -484,7 +484,7 @@ def make_plan(
     `part_bytes`; None: one part per split. `whole`: a part ends with a dialogue, and may exceed `part_bytes`
     by the rest of it."""
     #: [first index, last index, items, bytes] of each part.
-    parts: dict[str, list[list[int]]] = {name: [] for name in splits.bounds}
+    parts = {name: [] for name in splits.bounds}
     digest, dialogue = hashlib.sha256(), None
     for row in rows:
         artifact = cast("Artifact", row.artifact)

@@ -243,7 +243,7 @@ class JobSet:
         for ledger, store, job in self.jobs:
             if next(ledger.artifacts(job.id, TEXT), None) is None:
                 continue
-            lines, texts = ShardLines(ledger, store, job.id, read_raw_shard), ArtifactReader(store)
+            lines, texts = ShardLines(ledger, store, job.id), ArtifactReader(store)
             done = ledger.items(job.id, ItemState.DONE, where=self.where)
             for page in pages(row for row in done if row.artifact is None and not row.refused):
                 written = ledger.artifacts_of(job.id, TEXT, [row.index for row in page])

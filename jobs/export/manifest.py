@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import msgspec
 
-from jobs.dialogue import metadata_json, spoken_text
+from jobs.dialogue import spoken_text
 from jobs.export.files import json_line
 from jobs.export.formats import ExportFormat
-from jobs.export.items import ORIGIN, AudioItem, JsonObject, Place, audio_items, facts, item_metadata, picked
+from jobs.export.items import ORIGIN, AudioItem, JsonObject, Place, audio_items, facts, picked
 from jobs.layout import job_manifest_key, put_numbered, shard_manifest_key
 from jobs.ledger.records import Artifact, Job
 from jobs.shard_file import ShardLine
@@ -72,13 +72,23 @@ def _entry(job: Job, artifact: Artifact, **known: Any) -> ManifestEntry:
     return ManifestEntry(duration=duration, spec_sha=job.spec_sha, **own, **known)
 
 
+def _item_entry(item: AudioItem, about: JsonObject, **known: Any) -> ManifestEntry:
+    """The entry of an item. `about`: its facts."""
+    return _entry(
+        item.job,
+        item.artifact,
+        words=item.words,
+        spoken_text=item.spoken,
+        decision=decision_view(item.decision),
+        **picked(about, "example_id", "text", "role", "message_index"),
+        **known,
+    )
+
+
 def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
     """A line of an export; `key` names the audio in the store, so `where` is not used."""
     about = facts(item)
-    known = picked(about, "example_id", "text", "role", "message_index")
-    beside = {"words": item.words, "spoken_text": item.spoken, "decision": decision_view(item.decision)}
-    entry = _entry(item.job, item.artifact, **beside, **known)
-    line: JsonObject = msgspec.to_builtins(entry)
+    line: JsonObject = msgspec.to_builtins(_item_entry(item, about))
     place = ("speaker", *Place._fields) if item.place.dialogue else ()
     return json_line(line | picked(about, *ORIGIN, *place))
 
@@ -137,19 +147,8 @@ def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
     # A file without a name, so that a killed process leaves none.
     with tempfile.TemporaryFile(prefix="nightjar-manifest-") as file:
         for item in audio_items(ledger, store, job_id):
-            known = item_metadata(job, item)
-            entry = _entry(
-                job,
-                item.artifact,
-                example_id=item.example_id,
-                text=known.text,
-                role=known.role,
-                message_index=known.message_index,
-                words=item.words,
-                metadata=metadata_json(item.dialogue),
-                spoken_text=item.spoken,
-                decision=decision_view(item.decision),
-            )
+            about = facts(item)
+            entry = _item_entry(item, about, metadata=about.get("metadata", {}))
             file.write(json_line(entry))
         file.seek(0)
         info = put_numbered(store, job_manifest_key(job.id), cast("BinaryIO", file), newest=True)

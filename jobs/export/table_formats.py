@@ -51,7 +51,7 @@ _REPEATED = ("role", "speaker", "language", "spec_sha", "model", "voice", "job")
 _CODES: Type = [["int16"]]
 #: The types of the columns other than the audio; jobs without checks have no `draw` and
 #: `transcript`, and only datasets of several jobs have `job`.
-_COLUMNS: dict[str, Type] = {
+_COLUMNS = {
     "text": "string",
     "example_id": "string",
     "role": "string",
@@ -81,7 +81,7 @@ _COLUMNS: dict[str, Type] = {
 }
 _TEXTS = [name for name, kind in _COLUMNS.items() if kind == "string"]
 #: The fields of a word in the column `words`, which a job with `--timestamps` has.
-_WORD: dict[str, Type] = {"text": "string", "start_s": "float64", "end_s": "float64"}
+_WORD = {"text": "string", "start_s": "float64", "end_s": "float64"}
 
 
 def type_of(value: Any, depth: int = 0) -> Type:
@@ -190,12 +190,12 @@ def _write_table(
 
     first = next(cells)
     # All items of a dataset have the same columns.
-    known: dict[str, Type] = {**_COLUMNS, "words": [_WORD], "metadata": first[0].columns.metadata}
+    known = {**_COLUMNS, "words": [_WORD], "metadata": first[0].columns.metadata}
     types = {name: known.get(name, "float64") for name in _row(first[0])}
     metadata: dict[str, bytes] | None = None
     if column.name == "audio":
         rate = first[0].artifact.sample_rate
-        features: dict[str, object] = {"audio": {"sampling_rate": rate, "_type": "Audio"}}
+        features = {"audio": {"sampling_rate": rate, "_type": "Audio"}}
         features |= {name: feature_of(kind) for name, kind in types.items()}
         metadata = {"huggingface": msgspec.json.encode({"info": {"features": features}})}
     columns = [pyarrow.field(name, arrow_type(kind)) for name, kind in types.items()]

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from jobs.ledger.control import BEING_DELETED
 from jobs.ledger.leases import add_draws, add_scores
 from jobs.ledger.lifecycle import ended_items, final_state, lock_known_job, update_job
-from jobs.ledger.queries import PAGE_ROWS, artifacts_of, draws_of, items_named
+from jobs.ledger.queries import PAGE_ROWS, artifacts_of, draws_of, items_named, kept_draws
 from jobs.ledger.records import Artifact, Decision, Draw, DrawRow, Job, JobState, clean, no_such_job
 from jobs.ledger.status import read_job
 from jobs.ledger.transaction import Transaction
@@ -111,8 +111,11 @@ def decide(
     found = sql.rows(_FOUND, **values, heard=heard)
     for row in found:
         if row.problem:
-            advice = f"Leave it out; `nightjar items {job_id}` shows each item."
-            raise ServiceError(ErrorCode.LEDGER_STATE, row.problem, advice)
+            raise ServiceError(
+                ErrorCode.LEDGER_STATE,
+                row.problem,
+                f"Leave it out; `nightjar items {job_id}` shows each item.",
+            )
     moved = [row.idx for row in found if row.moves]
     _move(sql, job, known.no, moved, decision.accepted)
     add_scores(sql, known.no, draws_of(sql, job_id, moved))
@@ -149,7 +152,7 @@ def commit_checks(sql: Transaction, job: Job, verdicts: Iterable[Verdict]) -> No
     made = {verdict[0].index: verdict for verdict in verdicts}
     values = {"job_no": job_no, "indexes": list(made)}
     sql.rows(_LOCK, job=job.id, shards=sql.column(f"SELECT shard_no FROM items WHERE {_OF_ITEMS}", **values))
-    kept = {row.index: row.draw for row in draws_of(sql, job.id, made) if row.draw.kept}
+    kept = kept_draws(sql, job.id, made)
     audio = {
         index: (one.sha256, kept.get(index))
         for index, one in artifacts_of(sql, job.id, job.spec.main_kind, made).items()

@@ -15,7 +15,16 @@ from jobs.ledger import reconcile as reconciler
 from jobs.ledger import status as job_status
 from jobs.ledger.control import DuplicateExamples
 from jobs.ledger.database import Database
-from jobs.ledger.records import CommitResult, ItemRow, ItemState, NewShard, Outcome, RejectedLine, Ticket
+from jobs.ledger.records import (
+    BROKEN_ITEMS,
+    CommitResult,
+    ItemRow,
+    ItemState,
+    NewShard,
+    Outcome,
+    RejectedLine,
+    Ticket,
+)
 from jobs.ledger.transaction import Transaction
 from jobs.settings import Settings
 from jobs.where import Where
@@ -219,6 +228,7 @@ class Ledger(Database):
     shard_audio = _reads(queries.shard_audio)
     shard_ends = _reads(queries.shard_ends)
     draws_of = _reads(queries.draws_of)
+    kept_draws = _reads(queries.kept_draws)
     drawn_before = _reads(queries.drawn_before)
     artifacts_of = _reads(queries.artifacts_of)
     packs = _reads(queries.packs)
@@ -258,6 +268,10 @@ class Ledger(Database):
                 left -= len(page)
 
         return chain.from_iterable(pages(after, sys.maxsize if limit is None else limit))
+
+    def broken_items(self, job_id: str, codes: Collection[ErrorCode] | None = None) -> Iterator[ItemRow]:
+        """The failed items, then the dead ones, each in index order."""
+        return chain.from_iterable(self.items(job_id, state, codes) for state in BROKEN_ITEMS)
 
     #: Rejected lines, up to `KEPT_REJECTED_LINES`, in input order.
     rejected_lines = _pages(queries.rejected_page, "line")

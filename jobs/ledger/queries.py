@@ -300,6 +300,11 @@ def draws_of(sql: Transaction, job_id: str, indexes: Collection[int]) -> list[Dr
     return [DrawRow(row.idx, record(Draw, row, kept=bool(row.kept))) for row in rows]
 
 
+def kept_draws(sql: Transaction, job_id: str, indexes: Collection[int]) -> dict[int, Draw]:
+    """Index -> the draw that made the audio of an item, in a job with checks."""
+    return {row.index: row.draw for row in draws_of(sql, job_id, indexes) if row.draw.kept}
+
+
 def drawn_before(sql: Transaction, job_id: str, first: int, last: int) -> dict[int, int]:
     """Index -> number of recorded draws, for items from `first` to `last` that `nightjar retry`
     reopened."""

@@ -208,9 +208,7 @@ LONGEST_DELETE_SECONDS = 600
 Inputs = frozenset[tuple[str, str]]
 
 
-def is_orphan(
-    sql: Transaction, job_id: str, key: str, ended_before: float, read: Inputs = frozenset()
-) -> bool:
+def is_orphan(sql: Transaction, job_id: str, key: str, ended_before: float, read: Inputs) -> bool:
     """Whether an object is an orphan: it belongs to a job that ended before `ended_before`, and nothing
     refers to it or may refer to it later.
 

@@ -23,7 +23,7 @@ from jobs.export.items import item_metadata
 from jobs.ledger import Ledger
 from jobs.ledger.records import QUARANTINE, Artifact, Draw, ItemRow, ItemState, Job
 from jobs.packs import read_artifact
-from jobs.shard_file import ShardLines, read_raw_shard
+from jobs.shard_file import ShardLines
 from jobs.store.base import ObjectStore
 from pipelines.audio import Samples, decode, encode
 from pipelines.duration import text_units
@@ -143,7 +143,7 @@ def take_sample(
     draws = defaultdict[int, list[Draw]](list)
     for row in ledger.draws_of(job.id, [item.row.index for item in both]):
         draws[row.index].append(row.draw)
-    lines = ShardLines(ledger, store, job.id, read_raw_shard)
+    lines = ShardLines(ledger, store, job.id)
     for item in both:
         known, seed = item_metadata(job, lines.of(item.row)), None
         item.text, item.role, item.voice = known.text, known.role, known.voice or ""
@@ -166,8 +166,7 @@ def _failed_rows(ledger: Ledger, job: Job, codes: Sequence[ErrorCode], limit: in
     """Failed items about which nobody has decided, with an equal share for each code."""
     wanted = codes[:limit]
     for code in wanted:
-        found = (ledger.items(job.id, state, [code]) for state in (ItemState.FAILED, ItemState.DEAD))
-        undecided = (row for row in chain.from_iterable(found) if row.decision is None)
+        undecided = (row for row in ledger.broken_items(job.id, [code]) if row.decision is None)
         yield from islice(undecided, max(1, limit // len(wanted)))
 
 
@@ -209,7 +208,7 @@ class Clip(NamedTuple):
 class Clips:
     """Makes the clips of the page at the path `page`."""
 
-    def __init__(self, store: ObjectStore, page: Path, *, embed: bool, served: bool = False) -> None:
+    def __init__(self, store: ObjectStore, page: Path, *, embed: bool, served: bool) -> None:
         self._store = store
         self._root = None if embed else store.root
         self._folder = Path(os.path.abspath(page)).parent

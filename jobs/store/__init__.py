@@ -43,7 +43,7 @@ def open_store(url: str | Path, s3: S3Settings | None = None) -> ObjectStore:
     return FolderStore(Path(path))
 
 
-def store_of(job: Job, s3: S3Settings | None = None) -> ObjectStore:
+def store_of(job: Job, s3: S3Settings) -> ObjectStore:
     """The store of a job, with its identity confirmed. Raises `store.unreachable` if it is missing or another
     store is in its place, and the errors of `open_store`."""
     store = open_store(job.store_url, s3)
