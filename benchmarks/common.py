@@ -51,13 +51,15 @@ def commit() -> str:
 
 
 def parser(doc: str | None, device: str = "cuda") -> argparse.ArgumentParser:
-    """The options that all have."""
+    """The options that all have; where there is no device, the result alone."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--device", default=device)
-    made.add_argument("--tiny", action="store_true", help="tiny sizes for a CPU; the figures mean nothing")
-    made.add_argument(
-        "--power-trace", action="store_true", help="rows of a GPU keep its W and MHz, ten times a second"
-    )
+    if device:
+        trace = "rows of a GPU keep its W and MHz, ten times a second"
+        made.add_argument("--device", default=device)
+        made.add_argument(
+            "--tiny", action="store_true", help="tiny sizes for a CPU; the figures mean nothing"
+        )
+        made.add_argument("--power-trace", action="store_true", help=trace)
     made.add_argument("--json", type=Path, help="the result; default: a file of its name in $OUT, or here")
     return made
 
@@ -99,7 +101,7 @@ class Result:
 
     def __init__(self, name: str, options: argparse.Namespace, device: str, **facts: Any) -> None:
         self.options, self._began = options, time.monotonic()
-        Use.traces = options.power_trace
+        Use.traces = getattr(options, "power_trace", False)
         self.path: Path = options.json or Path(os.environ.get("OUT", ".")) / f"{name}.json"
         self.rows, self.faults, self.left_out = list[Row](), dict[str, str](), list[str]()
         self.found: dict[str, Any] = {"commit": commit(), "device": device, **facts}

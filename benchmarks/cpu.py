@@ -1,40 +1,50 @@
 """The figures that need no GPU.
 
-    python -m benchmarks.cpu jobs [--postgres URL]  # the job system: ingest, status
-    python -m benchmarks.cpu filters [--items N]    # filters of items beside no filter
-    python -m benchmarks.cpu paces JOB              # speaking rates of a finished job's voices, as a quality configuration
+    python -m benchmarks.cpu jobs [--lines N] [--postgres URL]  # the job system: ingest, status
+    python -m benchmarks.cpu filters [--items N]                # filters of items beside no filter, on each ledger
+    python -m benchmarks.cpu exports [--items N] [--kinds codes timed] [--formats lhotse]
+    python -m benchmarks.cpu paces JOB [--home DIR]             # speaking rates of a finished job's voices
 
-The first two write `benchmarks/results/cpu.json` and `filters.json`. `python -m tests.support.services COMMAND` starts PostgreSQL,
-without which its figures are left out. `python -m benchmarks.job --device cpu --instant 2` is a whole job with a voice that costs
-nothing.
+`paces` prints a quality configuration. `python -m tests.support.services COMMAND` starts PostgreSQL, without which its figures
+are left out. `python -m benchmarks.job --device cpu --instant 2` is a whole job with a voice that costs nothing.
+
+`exports` measures the memory and the speed of every export, of jobs of several sizes: dialogues of two spoken turns with three
+more columns. Their inputs are ingested; their audio, codes and times are made by the database, and all refer to a few small
+files, so a job of a million items is made in a minute. `--kept DIR` keeps the jobs there, and uses them again. Ingests and exports
+run in processes of their own, whose highest memory is measured.
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
+import io
 import json
+import os
+import shutil
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from datetime import UTC, datetime
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
 import msgspec
 import numpy as np
+import soundfile
 import sqlalchemy as sa
 
-from benchmarks.common import Row, commit, new_database, processor_name, table
+from benchmarks.common import Result, Row, new_database, parser, processor_name, read
 from benchmarks.voices import SENTENCES
 from jobs.checks import Quality
+from jobs.codes import StoredCodes
+from jobs.export import export
 from jobs.export.items import AudioItem, audio_items, item_metadata
 from jobs.ingest import submit
 from jobs.ledger import Ledger
@@ -45,11 +55,12 @@ from jobs.store import open_store
 from jobs.where import parse_where
 from pipelines.duration import Pace, text_units
 from pipelines.errors import ErrorCode, NotFoundError
+from pipelines.request import CodecIdentity, Word
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-RESULTS = Path(__file__).parent / "results"
+PARTS = ("jobs", "filters", "exports", "paces")
 #: A filter that keeps 1 % of the items of `filters`, and one with three conditions that keeps as many.
 FILTERS = {"1 %": "wer < 0.01", "1 %, three scores": "wer < 0.01 and distillmos > 1.2 and pause < 0.95"}
 #: Larger jobs are read whole only where a filter keeps few items.
@@ -65,6 +76,28 @@ _SERIES = {
 }
 _NAME = {"sqlite": "printf('utterance-%09d', i)", "postgresql": "'utterance-' || lpad(i::text, 9, '0')"}
 _SHA = {"sqlite": "printf('%064d', i)", "postgresql": "lpad(i::text, 64, '0')"}
+RATE, SAMPLES = 24_000, 1_200
+#: A file has a limited number of names, so several files have the same content.
+_NAMES_PER_FILE = 50_000
+_PACK = "packs/all.tar"
+#: Kind of a job -> the kinds of its artifacts, its exports, and their options.
+KINDS: dict[str, tuple[tuple[str, ...], dict[str, dict[str, Any]]]] = {
+    "audio": (
+        ("audio",),
+        {
+            **{name: {} for name in ("manifest", "espnet", "nemo", "openai-batch", "kaldi", "lhotse", "espnet-dataset", "shar")},
+            **{name: {} for name in ("webdataset", "parquet", "audiofolder", "ljspeech", "rttm")},
+            **{f"{name}, dialogues": {"dialogues": "stereo"} for name in ("lhotse", "shar", "nemo", "webdataset")},
+            "manifest, unique": {"unique": True},
+        },
+    ),
+    "codes": (
+        ("codes",),
+        {name: {} for name in ("jsonl", "webdataset", "parquet", "lhotse", "shar", "espnet-codes", "manifest")}
+        | {"interleaved": {"tokenizer": "tokenizer.json"}},
+    ),
+    "timed": (("audio", "words"), {name: {} for name in ("ctm", "textgrid", "srt", "vtt")}),
+}  # fmt: skip
 #: A voice with fewer items has no pace of its own.
 LEAST_ITEMS = 30
 #: Of one voice; more items would change little and cost the square of their number.
@@ -78,31 +111,36 @@ _OUTLIER = 1.6
 _Length = tuple[bytes, float, float]
 
 
-def figure(
-    name: str, value: float, unit: str, aim: str = "", limit: float | None = None, of: str = ""
-) -> Row:
-    """One value. `limit` is what the machine does for the bare work `of` this name in the same run."""
-    share = value / limit if limit else None
-    return {
-        "name": name,
-        "value": value,
-        "unit": unit,
-        "aim": aim,
-        "limit": limit,
-        "limit_name": of,
-        "share": share,
-    }
+class Figures(Result):
+    """Values, each beside what it should be and what the machine does for less work."""
+
+    def __init__(self, options: Any) -> None:
+        name = "cpu" if options.part == "jobs" else options.part
+        super().__init__(name, options, processor_name(), date=f"{datetime.now(UTC):%Y-%m-%d}")
+        self.found["figures"] = self.found.pop("rows")
+
+    def value(
+        self, name: str, value: float, unit: str, aim: str = "", limit: float | None = None, of: str = ""
+    ) -> None:
+        """`limit` is what the machine does for the bare work `of` this name in the same run."""
+        row: Row = {"name": name, "value": value, "unit": unit, "aim": aim, "limit": limit, "limit_name": of}
+        self.add(row | {"share": value / limit if limit else None})
 
 
-def report(name: str, figures: Sequence[Row]) -> None:
-    """Prints figures as a table, and writes `results/<name>.json` with commit, device and date."""
-    print(table(figures, ("name", "value", "unit", "aim", "limit", "limit_name", "share")))
-    facts = {"commit": commit(), "date": f"{datetime.now(UTC):%Y-%m-%d}", "device": processor_name()}
-    (RESULTS / f"{name}.json").write_text(json.dumps({**facts, "figures": figures}, indent=1) + "\n")
+def in_new_process(work: Callable[..., Any], *given: Any) -> Any:
+    """What a function of this module returns in a process that begins with nothing."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as processes:
+        return processes.submit(work, *given).result()
 
 
-def write_lines(path: Path, count: int) -> None:
-    """A file of `count` dialogues of about 200 bytes."""
+def most_mb() -> float:
+    """The most MB that this process held. Unlike `ru_maxrss` it does not begin with the memory of the parent."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
+
+
+def write_dialogues(path: Path, count: int) -> None:
+    """A file of `count` dialogues of about 200 bytes, whose last turn is spoken."""
     with path.open("w") as file:
         for number, text in enumerate(islice(cycle(SENTENCES), count)):
             system, audio = ["system", "text", "Read it calmly."], ["assistant", "audio", f"wav/{number}.wav"]
@@ -110,43 +148,30 @@ def write_lines(path: Path, count: int) -> None:
             file.write(json.dumps({"example_id": f"utterance-{number:09d}", "messages": messages}) + "\n")
 
 
-def ingest(folder: Path, lines: int, postgres: str | None) -> list[Row]:
-    """Ingest of one file into each ledger, in a process of its own; then the status query at that size."""
+def ingests(figures: Figures, folder: Path, lines: int, postgres: str) -> None:
+    """Ingest of one file into each ledger; then the status query at that size."""
     source = folder / "input.jsonl"
-    write_lines(source, lines)
-    figures: list[Row] = []
+    write_dialogues(source, lines)
     databases = {"SQLite": (f"sqlite:///{folder}/ledger.sqlite", "150,000")}
-    if postgres is not None:
+    if postgres:
         databases["PostgreSQL"] = (new_database(postgres, "ingest"), "100,000")
     for name, (url, aim) in databases.items():
-        with ProcessPoolExecutor(1, get_context("spawn")) as processes:
-            given = processes.submit(ingest_once, url, str(folder / name), str(source))
-            seconds, megabytes, job = given.result()
-        figures += [
-            figure(f"ingest into {name}", lines / seconds, "lines/s", f">= {aim}"),
-            figure(f"ingest into {name}, memory", megabytes, "MB RSS", "<= 200"),
-            figure(f"status at {lines:,} items, {name}", _status_ms(url, job), "ms", "<= 50"),
-        ]
-    return figures
+        seconds, megabytes, job = in_new_process(ingest, url, str(folder / name), str(source))
+        figures.value(f"ingest into {name}", lines / seconds, "lines/s", f">= {aim}")
+        figures.value(f"ingest into {name}, memory", megabytes, "MB RSS", "<= 200")
+        figures.value(f"status at {lines:,} items, {name}", status_ms(url, job), "ms", "<= 50")
 
 
-def ingest_once(url: str, store: str, source: str) -> tuple[float, float, str]:
+def ingest(url: str, store: str, source: str) -> tuple[float, float, str]:
     """Ingests one file. Seconds, the most MB that this process held, and the job."""
     with closing(Ledger(url)) as ledger:
         ledger.migrate()
         start = time.perf_counter()
         result = submit(load_settings(), ledger, open_store(store), source, JobSpec(model="hibari"))
-        seconds = time.perf_counter() - start
-    # Unlike `ru_maxrss` it does not begin with the memory of the parent.
-    status = Path("/proc/self/status").read_text().splitlines()
-    return (
-        seconds,
-        next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1000,
-        result.job.id,
-    )
+        return time.perf_counter() - start, most_mb(), result.job.id
 
 
-def _status_ms(url: str, job: str) -> float:
+def status_ms(url: str, job: str) -> float:
     """Median milliseconds of the ledger's status call."""
     times: list[float] = []
     with closing(Ledger(url)) as ledger:
@@ -157,7 +182,14 @@ def _status_ms(url: str, job: str) -> float:
     return statistics.median(times)
 
 
-def made_job(ledger: Ledger, items: int) -> str:
+def execute(ledger: Ledger, statements: Iterable[str]) -> None:
+    """Runs statements, each in a transaction of its own; a colon in one is a colon."""
+    for statement in statements:
+        with ledger.engine.begin() as connection:
+            connection.execute(sa.text(statement.replace(":", "\\:")))
+
+
+def scored_job(ledger: Ledger, items: int) -> str:
     """A job of `items` items that are done, made by the database from a series of numbers, with an artifact and three
     scores each; its id."""
     ledger.migrate()
@@ -174,27 +206,20 @@ def made_job(ledger: Ledger, items: int) -> str:
     }
     shards = "shards (job_id, job_no, no, state, first_index, last_index, n_items, n_done, estimated_ms, input_key, input_sha256)"
     numbers = f"i, 'done', i * {shard}, (i + 1) * {shard} - 1, {shard}, {shard}, 1, 'key', ''"
-    statements = [
+    execute(ledger, [
         f"INSERT INTO {shards} SELECT '{job.id}', 1, {numbers} FROM {_SERIES[kind].format(-(-items // shard))}",
-        *(
-            f"INSERT INTO {into} SELECT {row} FROM {_SERIES[kind].format(items)}"
-            for into, row in rows.items()
-        ),
+        *(f"INSERT INTO {into} SELECT {row} FROM {_SERIES[kind].format(items)}" for into, row in rows.items()),
         f"UPDATE jobs SET state = 'completed', total_items = {items}, finished_at = 1",
         "ANALYZE",
-    ]
-    for statement in statements:
-        with ledger.engine.begin() as connection:
-            connection.execute(sa.text(statement))
+    ])  # fmt: skip
     return job.id
 
 
-def filter_figures(url: str, items: int, name: str) -> list[Row]:
+def filters(figures: Figures, url: str, items: int, name: str) -> None:
     """The time to the first page and the whole time of each filter, beside those without one."""
-    figures: list[Row] = []
     about = f"{items:,} items, {name}"
     with closing(Ledger(url)) as ledger:
-        job_id = made_job(ledger, items)
+        job_id = scored_job(ledger, items)
 
         def read(text: str, whole: bool) -> tuple[float, float, int]:
             start = time.perf_counter()
@@ -206,17 +231,13 @@ def filter_figures(url: str, items: int, name: str) -> list[Row]:
 
         read("wer < 0.001", True)
         bare_ms, bare_seconds, _ = read("", items <= WHOLE_ITEMS)
-        figures.append(figure(f"no filter, first page, {about}", bare_ms, "ms"))
+        figures.value(f"no filter, first page, {about}", bare_ms, "ms")
         bare = bare_seconds if items <= WHOLE_ITEMS else None
         for share, text in FILTERS.items():
             first_ms, seconds, kept = read(text, True)
-            figures += [
-                figure(f"keeps {share}, first page, {about}", first_ms, "ms", text, bare_ms, "no filter"),
-                figure(
-                    f"keeps {share}, all pages, {about}", seconds, "s", f"{kept:,} items", bare, "no filter"
-                ),
-            ]
-    return figures
+            figures.value(f"keeps {share}, first page, {about}", first_ms, "ms", text, bare_ms, "no filter")
+            whole = f"keeps {share}, all pages, {about}"
+            figures.value(whole, seconds, "s", f"{kept:,} items", bare, "no filter")
 
 
 def learned_paces(job: Job, items: Iterable[AudioItem]) -> tuple[Pace, ...]:
@@ -291,52 +312,145 @@ def _toml(value: str | float) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-POSTGRES = click.option("--postgres", envvar="BENCH_POSTGRES", help="As in postgresql://user@host/postgres.")
+def made_contents() -> dict[str, bytes]:
+    """The content of the artifacts of a kind, which all items share."""
+    sound = io.BytesIO()
+    soundfile.write(sound, np.sin(np.arange(SAMPLES) / 20).astype(np.float32), RATE, format="WAV")
+    codec = CodecIdentity("made", "0" * 64, 12.5, RATE, (1024, 1024))
+    codes = StoredCodes(np.arange(24, dtype=np.int16).reshape(12, 2), None, codec)
+    words = msgspec.json.encode([Word("Hello", 0.0, 0.02), Word("there.", 0.02, 0.05)])
+    return {"audio": sound.getvalue(), "codes": codes.encoded(), "words": words + b"\n"}
 
 
-@click.group()
-def main() -> None:
-    """Measures Nightjar on this machine."""
+def exportable_job(folder: Path, items: int, kind: str) -> str:
+    """Makes a job with `items` items that are done, in a new folder; returns its id."""
+    kinds = KINDS[kind][0]
+    source = folder / "input.jsonl"
+    with source.open("w") as file:
+        texts = cycle(SENTENCES)
+        for number in range(items // 2):
+            asked, answered = islice(texts, 2)
+            messages = [["user", "text", asked], ["assistant", "text", f"{answered} {number}."]]
+            row = {"example_id": f"dialogue-{number:09d}", "messages": messages}
+            file.write(json.dumps(row | {"topic": number % 7, "score": number / 3, "source": "made"}) + "\n")
+    store = open_store((folder / "store").as_uri())
+    with closing(Ledger(f"sqlite:///{folder}/ledger.sqlite")) as ledger:
+        ledger.migrate()
+        job = submit(load_settings(), ledger, store, str(source), JobSpec("hibari", speak="all")).job.id
+        rows, changes = [], "".join(
+            [", '$.output', 'codes'"] * ("codes" in kinds) + [", '$.timestamps', json('true')"] * ("words" in kinds)
+        )  # fmt: skip
+        offset, pack = 0, b""
+        contents = made_contents()
+        for name in kinds:
+            data = contents[name]
+            extension = {"audio": "wav", "codes": "safetensors", "words": "json"}[name]
+            key = f"'jobs/{job}/{name}/' || printf('%05d/%09d', idx / 10000, idx) || '-d.{extension}'"
+            place = "NULL, NULL"
+            if name == "audio":
+                _link(folder / "store" / "jobs" / job / name, data, items)
+            else:
+                place, offset, pack = f"'{_PACK}', {offset}", offset + len(data), pack + data
+            facts = f"'{hashlib.sha256(data).hexdigest()}', {len(data)}, 50, {RATE}, {SAMPLES}, idx, 1, '{{}}', 1.0, {place}"
+            rows.append(f"SELECT job_no, idx, '{name}', {key}, {facts} FROM items")
+        store.put(_PACK, pack + b"end")
+        columns = "key, sha256, bytes, duration_ms, sample_rate, samples, seed, epoch, meta, made_at, pack, pack_offset"
+        statements = [
+            *(f"INSERT INTO artifacts (job_no, idx, kind, {columns}) {row}" for row in rows),
+            "UPDATE items SET state = 1, attempts = 1",
+            "UPDATE shards SET state = 'done', n_done = n_items",
+            f"UPDATE jobs SET state = 'completed', finished_at = 1{changes and f', spec = json_set(spec{changes})'}",
+        ]
+        execute(ledger, statements)
+    return job
 
 
-@main.command()
-@click.option("--lines", default=1_000_000, show_default=True, help="Lines of the ingest figures.")
-@click.option("--name", default="cpu", show_default=True, help="Name of the file of results.")
-@POSTGRES
-def jobs(lines: int, name: str, postgres: str | None) -> None:
-    """The job system's own cost."""
-    with tempfile.TemporaryDirectory(prefix="nightjar-bench-") as folder:
-        report(name, ingest(Path(folder), lines, postgres))
+def _link(folder: Path, data: bytes, items: int) -> None:
+    """Makes the files of all items as names of a few files."""
+    first = folder
+    for index in range(items):
+        path = folder / f"{index // 10_000:05d}" / f"{index:09d}-d.wav"
+        if index % 10_000 == 0:
+            path.parent.mkdir(parents=True)
+        if index % _NAMES_PER_FILE == 0:
+            path.write_bytes(data)
+            first = path
+        else:
+            os.link(first, path)
 
 
-@main.command()
-@click.option(
-    "--items", "sizes", multiple=True, type=int, default=[1_000_000], show_default=True, help="Of a ledger."
-)
-@click.option("--name", default="filters", show_default=True, help="Name of the file of results.")
-@POSTGRES
-def filters(sizes: tuple[int, ...], name: str, postgres: str | None) -> None:
-    """Filters of items beside no filter, on each ledger."""
-    figures: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="nightjar-bench-") as folder:
-        for items in sizes:
-            figures += filter_figures(f"sqlite:///{folder}/filters{items}.sqlite", items, "SQLite")
-            if postgres is not None:
-                figures += filter_figures(new_database(postgres, f"filters{items}"), items, "PostgreSQL")
-    report(name, figures)
+def exported(folder: str, job: str, format: str, options: dict[str, Any]) -> tuple[float, float, int]:
+    """Exports a job. Seconds, the most MB that this process held, and the number of items."""
+    name, to = format.partition(",")[0], Path(folder, f"export-{os.getpid()}")
+    if "tokenizer" in options:
+        options = {"tokenizer": str(_tokenizer(Path(folder, options["tokenizer"])))}
+    store = open_store(Path(folder, "store").as_uri())
+    with closing(Ledger(f"sqlite:///{folder}/ledger.sqlite")) as ledger:
+        start = time.perf_counter()
+        items = export(ledger, store, job, name, str(to), part_bytes=20_000_000, **options).items
+        seconds = time.perf_counter() - start
+    shutil.rmtree(to) if to.is_dir() else to.unlink()
+    return seconds, most_mb(), items
 
 
-@main.command()
-@click.argument("job")
-@click.option("--home", metavar="DIR", help="Folder of the run that made the job.")
-def paces(job: str, home: str | None) -> None:
-    """Prints the paces of JOB, a finished job, as the `[[paces]]` of a quality configuration."""
-    settings = settings_for_job(job, home)
-    with closing(Ledger.of(settings)) as ledger:
-        found = ledger.find_job(job)
-        items = audio_items(ledger, open_store(found.store_url, settings.s3), found.id)
-        click.echo(as_toml(learned_paces(found, items)))
+def _tokenizer(path: Path) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    if not path.exists():
+        tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.save(str(path))
+    return path
+
+
+def exports(figures: Figures, folder: Path, options: Any) -> None:
+    """Memory and speed of each export."""
+    for kind, items in product(options.kinds, options.items):
+        place = folder / f"{kind}-{items}"
+        noted = place / "job"
+        if not noted.exists():
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir(parents=True)
+            noted.write_text(exportable_job(place, items, kind))
+        for name, chosen in KINDS[kind][1].items():
+            if not options.formats or name.partition(",")[0] in options.formats:
+                given = str(place), noted.read_text(), name, chosen
+                seconds, megabytes, written = in_new_process(exported, *given)
+                figures.value(f"memory of {name}, {items:,} items of {kind}", megabytes, "MB RSS")
+                figures.value(f"speed of {name}, {items:,} items of {kind}", written / seconds, "items/s")
+
+
+def main() -> int:
+    made = parser(__doc__, "")
+    made.add_argument("part", choices=PARTS)
+    made.add_argument("job", nargs="?", help="of `paces`")
+    options = read(
+        made, lines=1_000_000, items=int, postgres=os.environ.get("BENCH_POSTGRES", ""), kinds=[*KINDS], formats=str,
+        kept="", home="", known={"kinds": KINDS},
+    )  # fmt: skip
+    if options.part == "paces":
+        if not options.job:
+            made.error("paces takes a job")
+        settings = settings_for_job(options.job, options.home or None)
+        with closing(Ledger.of(settings)) as ledger:
+            found = ledger.find_job(options.job)
+            items = audio_items(ledger, open_store(found.store_url, settings.s3), found.id)
+            print(as_toml(learned_paces(found, items)))
+        return 0
+    figures = Figures(options)
+    with tempfile.TemporaryDirectory(prefix="nightjar-bench-") as name:
+        folder = Path(name)
+        if options.part == "jobs":
+            ingests(figures, folder, options.lines, options.postgres)
+        elif options.part == "exports":
+            options.items = options.items or [10_000, 100_000, 1_000_000]
+            exports(figures, Path(options.kept or folder), options)
+        for items in (options.items or [1_000_000]) if options.part == "filters" else ():
+            filters(figures, f"sqlite:///{folder}/filters{items}.sqlite", items, "SQLite")
+            if options.postgres:
+                filters(figures, new_database(options.postgres, f"filters{items}"), items, "PostgreSQL")
+    return figures.end("name", "value", "unit", "aim", "limit", "limit_name", "share")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -36,7 +36,7 @@ from typing import Any
 import click
 import networkx
 
-from benchmarks.common import ROOT, table
+from benchmarks.common import ROOT, parser, read, table
 
 #: Rooms that are installed, from the top down.
 PRODUCT = ("nightjar", "worker", "jobs", "migrations", "pipelines", "kernels")
@@ -245,7 +245,7 @@ def calls(model: str, items: int, wait_seconds: float = 0) -> tuple[Counter[Func
         done = subprocess.run([sys.executable, "-m", "jobs", *words], check=False, **given_to)
         if done.returncode:
             error = done.stderr[-2000:]
-            raise click.ClickException(f"The run with {model} ended with {done.returncode}:\n{error}")
+            raise SystemExit(f"The run with {model} ended with {done.returncode}:\n{error}")
         found, in_frames = Counter[Function](), Counter[Function]()
         for path in notes.iterdir():
             for file, first, function, count, framed in (
@@ -286,18 +286,13 @@ def item_path(model: str) -> dict[str, Any]:
     }
 
 
-@click.command()
-@click.option(
-    "--item", "models", multiple=True, help="Also the path of an item of a model or a checkpoint folder."
-)
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write everything as JSON here.")
-def main(models: tuple[str, ...], out: Path | None) -> None:
-    """Prints the shape of the tree."""
+def main() -> int:
+    options = read(parser(__doc__, ""), item=str)
     modules = sources()
     found: dict[str, Any] = {"rooms": rooms(modules), "circles": circles(modules), "surface": surface()}
-    found["items"] = [item_path(model) for model in models]
-    if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n")
+    found["items"] = [item_path(model) for model in options.item]
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
     print(table(found["rooms"], ("room", "tokens", "protocols", "files", "lines", "large_files")))
     print(", ".join(f"{name.replace('_', ' ')}: {count}" for name, count in found["surface"].items()))
     for item in found["items"]:
@@ -305,7 +300,8 @@ def main(models: tuple[str, ...], out: Path | None) -> None:
         for room, count in item["functions_by_room"].items():
             print(f"  {room}: {count} functions in {item['files_by_room'][room]} files")
     print("\n  ".join([f"circles: {len(found['circles'])}", *map(str, found["circles"])]))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

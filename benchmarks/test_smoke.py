@@ -124,10 +124,12 @@ def test_streams_that_clone(tmp_path: Path) -> None:
 
 def test_what_a_processor_does(tmp_path: Path) -> None:
     for words in (("jobs", "--lines", "3000"), ("filters", "--items", "3000")):
-        name = str(tmp_path / words[0])
-        command = [sys.executable, "-m", "benchmarks.cpu", *words, "--name", name]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-        assert json.loads(Path(f"{name}.json").read_text())["figures"]
+        found = run(tmp_path, "cpu", *words)
+        assert (found["faults"], bool(found["figures"])) == ({}, True)
+    some = ("--items", "40", "--formats", "manifest", "interleaved", "ctm")
+    names = [one["name"] for one in run(tmp_path, "cpu", "exports", *some)["figures"]]
+    kinds = ("manifest", "manifest, unique", "manifest", "interleaved", "ctm")
+    assert [name.removeprefix("memory of ").rpartition(", ")[0] for name in names[::2]] == [*kinds]
 
 
 def test_kernels_need_a_gpu() -> None:
@@ -144,7 +146,6 @@ def test_the_options_of_every_command_on_a_page_are_there() -> None:
         known.setdefault(module, set()).update(re.findall(r"--[\w-]+", command))
     assert {"engine", "job", "stream", "bits", "soak", "reference"} <= known.keys()
     for module, options in known.items():
-        words = ["filters"] if module == "cpu" else []
-        command = [sys.executable, "-m", f"benchmarks.{module}", *words, "--help"]
+        command = [sys.executable, "-m", f"benchmarks.{module}", "--help"]
         shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         assert options <= set(re.findall(r"--[\w-]+", shown)), module
