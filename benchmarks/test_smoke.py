@@ -84,6 +84,13 @@ def test_an_engine_that_is_killed_under_load(tmp_path: Path) -> None:
     assert row["retried"] + row["failed"].get("connection lost", 0) <= 2
 
 
+def test_where_the_time_of_opening_goes(tmp_path: Path) -> None:
+    found = run(tmp_path, "opening", *TINY)
+    assert 0 < found["opened_s"] < found["first_opened_s"], "a spare process has imported the libraries"
+    assert sum(row["s"] for row in found["rows"] if row["thread"] == "MainThread") > 0.5 * found["opened_s"]
+    assert found["imported_late"] == []
+
+
 def test_speech_is_audible_from_two_loud_frames_on() -> None:
     rate, tone = 24_000, np.sin(np.arange(24_000) / 4)
     sound = np.zeros(36_000)

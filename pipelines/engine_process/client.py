@@ -256,7 +256,7 @@ class EngineProcess:
             child = self._child = Child[ToClient](self._program, ToClient)
             try:
                 if modules:
-                    child.channel.send(Import([*modules]))
+                    child.channel.send(Import([*modules], self._wanted.model))
                     self._may_open.wait()
                 child.channel.send(self._wanted if self._closed is None else Close())
                 while True:

@@ -58,9 +58,11 @@ class Open(_Message, frozen=True):
 
 
 class Import(_Message, frozen=True):
-    """The first message to a spare child: it imports these modules, and waits for `Open`."""
+    """The first message to a spare child: it imports these modules, reads the model's tokenizer, and waits for
+    `Open`."""
 
     modules: list[str]
+    model: str
 
 
 class Start(_Message, frozen=True):

@@ -50,7 +50,7 @@ from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, Synthes
 from pipelines.interpreter import serve_threads
 from pipelines.ipc import Channel, LostArraysError
 from pipelines.recording import Quality, ReadsRecordings, Recording
-from pipelines.registry import open_pipeline
+from pipelines.registry import open_frontend, open_pipeline
 from pipelines.request import (
     AnyRequest,
     AudioChunk,
@@ -163,10 +163,11 @@ class EngineServer:
         client ends before it sends `Open`."""
         wanted = self._channel.receive()
         if isinstance(wanted, Import):
-            for name in wanted.modules:
+            prepared = (partial(import_module, name) for name in wanted.modules)
+            for prepare in (*prepared, partial(open_frontend, wanted.model)):
                 # Opening the model raises the same error.
                 with suppress(Exception):
-                    import_module(name)
+                    prepare()
             wanted = self._channel.receive()
         if not isinstance(wanted, Open):
             return 0

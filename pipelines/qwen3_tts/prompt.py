@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from pipelines.errors import ErrorCode, InputError
-from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer
+from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer, revision
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, capabilities
 from pipelines.request import Generation, IntArray, PreparedRequest, SynthesisRequest, TextPieces
 from pipelines.validation import MAX_TOP_K, check_unicode, speech_task
@@ -136,33 +137,21 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer: Any = tokenizer
-        made = json.loads(tokenizer.to_str())
-        self._added = [token["content"] for token in made["added_tokens"]]
-        parts = (made["pre_tokenizer"] or {}).get("pretokenizers", [{}])
-        self._splits_at_words = parts[0].get("pattern") == {"Regex": _SPLIT} and made["normalizer"] == {
-            "type": "NFC"
-        }
+        self._added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        parts = _state(tokenizer.pre_tokenizer).get("pretokenizers", [{}])
+        is_nfc = _state(tokenizer.normalizer) == {"type": "NFC"}
+        self._splits_at_words = parts[0].get("pattern") == {"Regex": _SPLIT} and is_nfc
+        #: One more than the highest id that a text can get.
+        self.vocabulary = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    @classmethod
-    def from_folder(cls, folder: Path) -> TextTokenizer:
+    @staticmethod
+    def from_folder(folder: Path) -> TextTokenizer:
         """Reads `tokenizer.json`, or `vocab.json` with `merges.txt` and the added tokens of
         `tokenizer_config.json`.
 
         Raises `ModelError` (`model.bad_checkpoint`) naming the file when none can be read.
         """
-        if (path := folder / "tokenizer.json").is_file():
-            return cls(read_tokenizer(path))
-        try:
-            return cls(_from_vocabulary(folder))
-        except Exception as error:
-            raise bad_checkpoint(
-                f"{folder / 'vocab.json'} cannot be read as a tokenizer: {error}."
-            ) from error
-
-    @property
-    def vocabulary(self) -> int:
-        """One more than the highest id that a text can get."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return _read(folder, revision(folder, (".json", ".txt")))
 
     def certain(self, text: str) -> int:
         """The number of characters whose ids no following text can change; 0 if that is not known.
@@ -207,6 +196,22 @@ class TextTokenizer:
     def reference(self, text: str) -> list[int]:
         """The ids of a reference recording's text."""
         return self.encode(f"<|im_start|>assistant\n{text}<|im_end|>\n")[ROLE_TOKENS:-REFERENCE_TAIL]
+
+
+def _state(part: Any) -> dict[str, Any]:
+    """What a part of a tokenizer does; the whole tokenizer would include its vocabulary."""
+    return json.loads(part.__getstate__()) if part else {}
+
+
+# A tokenizer takes a second, in which no other thread runs: a server keeps it for its next engine.
+@lru_cache(1)
+def _read(folder: Path, _revision: str) -> TextTokenizer:
+    if (path := folder / "tokenizer.json").is_file():
+        return TextTokenizer(read_tokenizer(path))
+    try:
+        return TextTokenizer(_from_vocabulary(folder))
+    except Exception as error:
+        raise bad_checkpoint(f"{folder / 'vocab.json'} cannot be read as a tokenizer: {error}.") from error
 
 
 def _from_vocabulary(folder: Path) -> Tokenizer:

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelines.engine_process import client
+from pipelines.engine_process import client, server
 from pipelines.engine_process.client import MAX_PENDING, EngineProcess
+from pipelines.engine_process.messages import Close, Import, ToChild
 from pipelines.errors import (
     ConfigError,
     EngineCrashError,
@@ -393,6 +394,17 @@ def test_a_spare_process_opens_its_model_when_it_is_told_to() -> None:
         assert "jobs" not in {name.partition(".")[0] for name in spare.modules}
     finally:
         spare.close()
+
+
+def test_a_spare_process_reads_the_tokenizer_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    opened: list[str] = []
+    monkeypatch.setattr(server, "open_frontend", opened.append)
+    client_end = Channel[Any](ours, None)
+    client_end.send(Import(["pipelines.no_such_module"], "its model"))
+    client_end.send(Close())
+    assert server.EngineServer(Channel(theirs, ToChild)).run() == 0
+    assert opened == ["its model"]
 
 
 def test_a_spare_process_ends_without_a_model() -> None:

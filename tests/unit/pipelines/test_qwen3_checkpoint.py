@@ -215,6 +215,19 @@ def test_tokenizer_is_the_same_from_both_kinds_of_files(tmp_path: Path) -> None:
         assert from_parts.target(text) == from_one.target(text)
 
 
+def test_a_tokenizer_is_read_again_only_when_its_files_have_changed(folder: Path) -> None:
+    first = TextTokenizer.from_folder(folder)
+    assert TextTokenizer.from_folder(folder) is first
+    added = folder / "tokenizer_config.json"
+    values = json.loads(added.read_text())
+    last = max(values["added_tokens_decoder"], key=int)
+    values["added_tokens_decoder"][str(int(last) + 1)] = {"content": "<|more|>", "special": True}
+    added.write_text(json.dumps(values))
+    changed = TextTokenizer.from_folder(folder)
+    assert changed.vocabulary == first.vocabulary + 1
+    assert changed.encode("<|more|>") == [int(last) + 1]
+
+
 def test_a_broken_tokenizer_is_named(folder: Path) -> None:
     (folder / "vocab.json").write_text("[]")
     with pytest.raises(ModelError, match=r"vocab\.json"):

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 
 from pipelines.errors import ErrorCode, InputError
-from pipelines.request import AudioChunk, Done, EngineInfo, EngineStats, Generation, Message, SynthesisRequest
+from pipelines.request import (
+    AudioChunk,
+    Done,
+    EngineInfo,
+    EngineState,
+    EngineStats,
+    Generation,
+    Message,
+    SynthesisRequest,
+)
 from pipelines.serving import ServeOptions
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.model import ServedModel
@@ -78,7 +87,7 @@ def test_a_slot_is_free_after_a_client_left_and_its_request_was_refused(stream: 
 class _Dying(StreamVoice):
     """An engine that the test ends."""
 
-    state = "ready"
+    state: EngineState = "ready"
 
     def stats(self) -> EngineStats:
         return EngineStats(state=self.state)
