@@ -55,7 +55,7 @@ _WAV_HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
 _MAX_WAV_SAMPLES = (2**32 - 1 - _WAV_HEADER.size) // 2
 
 #: Container and coding of the formats that libsndfile writes, by libsndfile's names.
-CONTAINERS: dict[str, tuple[str, str]] = {
+CONTAINERS = {
     "flac": ("FLAC", "PCM_16"),
     "mp3": ("MP3", "MPEG_LAYER_III"),
     "opus": ("OGG", "OPUS"),

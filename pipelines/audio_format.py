@@ -10,7 +10,7 @@ from pipelines.errors import invalid
 AudioFormat = Literal["wav", "flac", "mp3", "opus"]
 #: Each name is also the extension of the format's files.
 AUDIO_FORMATS: tuple[AudioFormat, ...] = get_args(AudioFormat)
-CONTENT_TYPES: dict[AudioFormat, str] = {
+CONTENT_TYPES = {
     "wav": "audio/wav",
     "flac": "audio/flac",
     "mp3": "audio/mpeg",

@@ -159,7 +159,7 @@ class Batcher(Generic[In, Out]):
     def __call__(self, item: In, patience: float = 0.0) -> Future[Out]:
         """The result of an item, whose exception is what `run` raised for its batch. `patience`: seconds that the
         item waits for others, unless its bucket is full before."""
-        result: Future[Out] = Future()
+        result = Future[Out]()
         with self._changed:
             if not self.running:
                 threading.Thread(target=self._serve, name="recordings", daemon=True).start()

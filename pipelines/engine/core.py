@@ -322,8 +322,14 @@ class EngineCore:
         running = [turn.batch[row][0] for row in rows]
         for index in self._guard.record([one.slot for one in running], result.codes[:, rows, 0]):
             seconds = running[index].made * self.options.frame_seconds
-            message = f"After {seconds:.1f} s the speech repeats itself, or is much longer than its text."
-            self._fail(running[index], SynthesisError(ErrorCode.SYNTH_RUNAWAY, message, "Try another seed."))
+            self._fail(
+                running[index],
+                SynthesisError(
+                    ErrorCode.SYNTH_RUNAWAY,
+                    f"After {seconds:.1f} s the speech repeats itself, or is much longer than its text.",
+                    "Try another seed.",
+                ),
+            )
 
     def _take(self, utterance: Utterance, codes: IntArray, flags: NDArray[np.uint8] | None) -> None:
         """Receives the frames of one utterance as in `Utterance.parts`, up to its end; `flags`: None if none is
@@ -336,9 +342,14 @@ class EngineCore:
             flag = int((flags[:room] != 0).argmax())
             if flags[flag] & NOT_FINITE:
                 self.scheduler.scrub(utterance)
-                message = "The model's logits hold NaN or infinity."
-                advice = "Try another seed; if it persists, check the weights or use a wider type."
-                self._fail(utterance, SynthesisError(ErrorCode.SYNTH_NAN, message, advice))
+                self._fail(
+                    utterance,
+                    SynthesisError(
+                        ErrorCode.SYNTH_NAN,
+                        "The model's logits hold NaN or infinity.",
+                        "Try another seed; if it persists, check the weights or use a wider type.",
+                    ),
+                )
                 return
             if flags[flag] & ENDED:
                 codes, finish = codes[:flag], "eos"
@@ -394,8 +405,12 @@ class EngineCore:
             error,
         )
         if len(running) == 1:
-            message = f"The device is out of memory: {error}."
-            self._fail(running[0], SynthesisError(ErrorCode.SYNTH_OOM, message, "Use a smaller engine."))
+            self._fail(
+                running[0],
+                SynthesisError(
+                    ErrorCode.SYNTH_OOM, f"The device is out of memory: {error}.", "Use a smaller engine."
+                ),
+            )
         while running:
             self.scheduler.preempt_youngest()
         torch.cuda.empty_cache()

@@ -237,7 +237,7 @@ def read_table(path: Path) -> dict[str, Any]:
         raise bad_checkpoint(f"{path} cannot be read as {path.suffix[1:].upper()}: {error}.") from error
     if not isinstance(values, dict):
         raise bad_checkpoint(f"{path} does not hold a table of keys.")
-    return cast("dict[str, Any]", values)
+    return values
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

@@ -58,7 +58,7 @@ class Connections:
         self.maximum = maximum
         self.header_seconds = header_seconds
         self._clock = clock
-        self._open: set[Connection] = set()
+        self._open = set[Connection]()
         #: Connections that have not sent a complete request, in the order in which they opened.
         self._without_request: dict[Connection, None] = {}
         #: Connections that are idle after an answer; those that are idle for the longest time come first.
@@ -369,8 +369,12 @@ def connection_limit(maximum: int) -> int:
     if raised == wanted:
         return maximum
     room = max(raised - _RESERVED_DESCRIPTORS, raised // 4)
-    message = "The limit of descriptors (%d) has room for %d connections, not %d. Raise it (ulimit -n)."
-    log.warning(message, raised, room, maximum)
+    log.warning(
+        "The limit of descriptors (%d) has room for %d connections, not %d. Raise it (ulimit -n).",
+        raised,
+        room,
+        maximum,
+    )
     return room
 
 

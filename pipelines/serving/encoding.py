@@ -19,13 +19,13 @@ from pipelines.audio_format import CONTENT_TYPES, RATES_OF, AudioFormat, holds_r
 from pipelines.errors import ErrorCode, InputError
 
 SpeechFormat = Literal[AudioFormat, "pcm"]
-MEDIA_TYPES: dict[SpeechFormat, str] = {**CONTENT_TYPES, "pcm": "audio/pcm"}
+MEDIA_TYPES = {**CONTENT_TYPES, "pcm": "audio/pcm"}
 #: Bare samples, for voice agents and telephony.
 Encoding = Literal["pcm_s16le", "pcm_f32le", "pcm_mulaw", "pcm_alaw"]
 MIN_RATE, MAX_RATE = 8_000, 48_000
-_LAWS: dict[Encoding, str] = {"pcm_mulaw": "ULAW", "pcm_alaw": "ALAW"}
+_LAWS = {"pcm_mulaw": "ULAW", "pcm_alaw": "ALAW"}
 #: Format tag of a WAV header, and bytes per sample.
-_TAGS: dict[Encoding, tuple[int, int]] = {
+_TAGS = {
     "pcm_s16le": (1, 2),
     "pcm_f32le": (3, 4),
     "pcm_mulaw": (7, 1),

@@ -104,7 +104,7 @@ class _Call:
         if pipeline is None or pipeline.stats().state != "ready":
             raise _starting()
         start = partial(pipeline.start, self._request, self._on_event, self._stream)
-        started: Future[Handle] = Future()
+        started = Future[Handle]()
         self._permit.hold()
         self._model.progress.calls += 1
         try:

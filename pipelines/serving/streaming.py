@@ -197,8 +197,9 @@ class Reply(Response):
                     sending.result()
         except (TimeoutError, ApiError) as error:
             if isinstance(error, TimeoutError):
-                message = f"The request took longer than {seconds:g} s and was ended."
-                error = ApiError(504, message, "synth.timeout")
+                error = ApiError(
+                    504, f"The request took longer than {seconds:g} s and was ended.", "synth.timeout"
+                )
             if not self._started:
                 raise error from None
             # The status is already sent: the answer can only be cut off.

@@ -52,8 +52,10 @@ class TextCoder:
         """Text ids. Raises `InputError` (`input.unsupported`) if the tokenizer returns other ids."""
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         if any(not self._start <= token < self._end for token in ids):
-            message = "This model's tokenizer turns a part of the text into control tokens."
-            raise unsupported(message, "Remove control characters and markup from the text.")
+            raise unsupported(
+                "This model's tokenizer turns a part of the text into control tokens.",
+                "Remove control characters and markup from the text.",
+            )
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

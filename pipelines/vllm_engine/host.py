@@ -68,7 +68,7 @@ def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, A
     cpu, frames = on_cpu(), bool(spec.model)
     sequences = options.slots or (_CPU_SEQUENCES if cpu else _GPU_SEQUENCES)
     memory_share, context = spec.chosen(options)
-    arguments: dict[str, Any] = {
+    arguments = {
         "model": str(spec.folder),
         "hf_overrides": {**spec.config},
         "skip_tokenizer_init": True,
@@ -122,8 +122,10 @@ def _step_tokens(spec: ModelSpec, options: TokenModelOptions, cpu: bool, sequenc
     )
     min_tokens = max(sequences, context) if cpu and not spec.model else sequences
     if tokens < min_tokens:
-        message = f"{tokens} tokens per step are fewer than the {min_tokens} that this model needs."
-        raise invalid(message, "Raise step_tokens, or lower slots or max_context.")
+        raise invalid(
+            f"{tokens} tokens per step are fewer than the {min_tokens} that this model needs.",
+            "Raise step_tokens, or lower slots or max_context.",
+        )
     return tokens
 
 
@@ -160,8 +162,10 @@ def start_engine(spec: ModelSpec, arguments: dict[str, Any], moment: EngineMomen
     """
     config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
     if spec.model and not config.use_v2_model_runner:
-        message = "This model needs vLLM's V2 model runner, which needs Triton and must not be switched off."
-        raise invalid(message, "Set SPEECH_ENGINE__KIND to native, or unset it.")
+        raise invalid(
+            "This model needs vLLM's V2 model runner, which needs Triton and must not be switched off.",
+            "Set SPEECH_ENGINE__KIND to native, or unset it.",
+        )
     return AsyncLLM.from_vllm_config(config, stat_loggers=[lambda *_: moment])
 
 
@@ -320,9 +324,10 @@ class VllmHost:
         except NightjarError:
             raise
         except Exception as error:
-            message = f"vLLM did not start: {type(error).__name__}: {error}."
             raise SynthesisError(
-                ErrorCode.SYNTH_ENGINE, message, "See the log above; the model may need fewer slots."
+                ErrorCode.SYNTH_ENGINE,
+                f"vLLM did not start: {type(error).__name__}: {error}.",
+                "See the log above; the model may need fewer slots.",
             ) from error
         self._watch = self._loop.create_task(self._watch_over())
 
@@ -376,8 +381,9 @@ class VllmHost:
         if isinstance(error, NightjarError):
             return error
         log.error("a sequence failed", exc_info=error)
-        message = f"vLLM failed: {type(error).__name__}: {error}."
-        return SynthesisError(ErrorCode.SYNTH_ENGINE, message, "See the log.")
+        return SynthesisError(
+            ErrorCode.SYNTH_ENGINE, f"vLLM failed: {type(error).__name__}: {error}.", "See the log."
+        )
 
     async def _sequence(self, request: TokenRequest, receiver: Receiver) -> Tokens:
         name = f"{request.request_id}#{next(self._numbers)}"
@@ -408,8 +414,11 @@ class VllmHost:
             if receiver.streamed:
                 receiver.tokens(new, new_codes)
         if finish not in ("stop", "length"):
-            message = f"The engine ended the sequence with {finish!r}."
-            raise SynthesisError(ErrorCode.SYNTH_ENGINE, message, "The request may be tried again.")
+            raise SynthesisError(
+                ErrorCode.SYNTH_ENGINE,
+                f"The engine ended the sequence with {finish!r}.",
+                "The request may be tried again.",
+            )
         return Tokens(ids, finish, np.concatenate(codes) if codes else None)
 
     def _generate_arguments(self, request: TokenRequest, streamed: bool) -> tuple[dict[str, Any], Any]:
