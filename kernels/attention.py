@@ -190,7 +190,8 @@ class PackedPrompts:
     def places(self, total: int, page_size: int, scratch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Position, page and offset of each of `total` tokens, [total]; tokens after the last run go to the
         scratch page."""
-        firsts, token = self.firsts(), torch.arange(total, device=self.counts.device)
+        firsts = self.firsts()
+        token = torch.arange(total, device=self.counts.device)
         run = torch.searchsorted(firsts[1:], token, right=True).clamp(max=len(self.counts) - 1)
         real = token < firsts[-1]
         positions = torch.where(real, self.starts[run] + token - firsts[run], 0)
@@ -208,7 +209,8 @@ class PackedRuns:
     def __init__(self, table: Tensor, starts: Sequence[int], counts: Sequence[int], page_size: int) -> None:
         """table: int64 [runs, pages], the pages of each run in order; starts, counts: the first position and the
         number of new positions of each run."""
-        start, count = np.array(starts)[:, None], np.array(counts)[:, None]
+        start = np.array(starts)[:, None]
+        count = np.array(counts)[:, None]
         first = np.cumsum(count)[:, None] - count
         pages = -(-(start + count) // page_size)[:, 0]
         _, sizes = np.frexp(pages)

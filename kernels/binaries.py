@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "cuda"
 #: Targets of a wheel's code: machine code for Hopper, on which the kernels were measured, and PTX, which the
 #: driver of a newer GPU compiles for that GPU.
-HOPPER, NEWER = "sm_90a", "compute_90"
+HOPPER = "sm_90a"
+NEWER = "compute_90"
 _WHEEL = "// wheel: "
 _INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 

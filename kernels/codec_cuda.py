@@ -26,7 +26,8 @@ from kernels.cuda_driver import (
     tensor_map,
 )
 
-TAPS, MAX_DILATION = 7, 9
+TAPS = 7
+MAX_DILATION = 9
 
 
 def _narrow_weights(weight1: Tensor, weight2: Tensor) -> Tensor:
@@ -145,7 +146,8 @@ def chosen(weight1: Tensor, weight2: Tensor, dilation: int) -> Tensor | None:
 def is_faster(a: Tensor, lead: int) -> bool:
     """Whether there is a kernel for the channels of `a`, and it is faster than the Triton kernel for this number of
     steps."""
-    config, steps = TILE_CONFIGS.get(a.shape[2]), a.shape[0] * (a.shape[1] - lead)
+    config = TILE_CONFIGS.get(a.shape[2])
+    steps = a.shape[0] * (a.shape[1] - lead)
     return config is not None and steps > 0 and steps >= config.fewest_steps
 
 
@@ -191,7 +193,8 @@ def unit(
         raise ValueError(
             "tensors of a unit must be contiguous, and their rows must start on multiples of 16 bytes"
         )
-    device, steps = index_of(a.device.index), extended - lead
+    device = index_of(a.device.index)
+    steps = extended - lead
     # One block for each tile, up to one for each multiprocessor.
     blocks = min(rows * -(-steps // config.box_steps), processors(device))
     if load_only or blocks == 0:

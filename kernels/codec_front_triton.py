@@ -18,10 +18,14 @@ from kernels.registry import on_gpu
 from kernels.triton_launch import INTERPRETED, on_grid, pieces, power_from
 
 #: The tiles of products; no others were tried. SwiGLU needs two accumulators, so its tile has half the columns.
-PRODUCT, PRODUCT_SWIGLU = Tile(128, 128, 64, 3, 8), Tile(128, 64, 64, 3, 8)
+PRODUCT = Tile(128, 128, 64, 3, 8)
+PRODUCT_SWIGLU = Tile(128, 64, 64, 3, 8)
 #: Queries and keys per tile of attention; steps per tile of the depthwise convolution; rows whose scales one program
 #: computes.
-QUERIES, KEYS, STEPS, SCALED = 64, 32, 4, 8
+QUERIES = 64
+KEYS = 32
+STEPS = 4
+SCALED = 8
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -306,7 +310,8 @@ def product(
 
 def _scales(x: Tensor, rows: int, depth: int, eps: float) -> Tensor:
     """The scales of RMSNorm, float32 [rows]. x: [rows, depth]."""
-    out, wide = torch.empty(rows, dtype=torch.float32, device=x.device), power_from(depth)
+    out = torch.empty(rows, dtype=torch.float32, device=x.device)
+    wide = power_from(depth)
     on_grid(scales_kernel, (pieces(rows, SCALED),))(
         x, out, rows, eps, K=depth, BM=SCALED, BK=wide, num_warps=4
     )
@@ -334,7 +339,9 @@ def window_attention(
     """`codec_window_attention`, for heads whose width is a power of two, 32 or more."""
     rows, steps, width = qkv.shape
     dim = width // (heads + 2 * kv_heads)
-    qkv, cosine, sine = qkv.contiguous(), cosine.contiguous(), sine.contiguous()
+    qkv = qkv.contiguous()
+    cosine = cosine.contiguous()
+    sine = sine.contiguous()
     out = qkv.new_empty(rows, steps, heads * dim)
     queries = min(QUERIES, max(16, power_from(steps)))
     strides = (

@@ -138,7 +138,8 @@ def conv(
     is none.
     """
     rows, extended, channels = a.shape
-    steps, columns = extended - lead, weight.shape[1]
+    steps = extended - lead
+    columns = weight.shape[1]
     if tile is None and (tile := _chosen_tile("conv", a, lead, columns, taps)) is None:
         codec_ops.codec_active_conv(
             a, lead, weight, bias, taps, dilation, residual, *into, ends=ends, open_ends=open_ends
@@ -182,20 +183,23 @@ def unit(
     no tile is given, the best one is used, or the twin if there is none.
     """
     rows, extended, channels = a.shape
-    inner, (raw, active, active_lead, frequency2, gain2) = (bias1, frequency1, gain1), into
+    inner = (bias1, frequency1, gain1)
+    raw, active, active_lead, frequency2, gain2 = into
     if packed is not None and codec_cuda.is_faster(a, lead) and codec_cuda.aligned(a, residual, *into):
         stop = {"ends": ends, "open_ends": open_ends}
         codec_cuda.unit(
             a, lead, residual, packed, *inner, bias2, dilation, *into, **stop, load_only=compiling()
         )
         return
-    steps, taps = extended - lead, weight1.shape[0] // channels
+    steps = extended - lead
+    taps = weight1.shape[0] // channels
     if tile is None and (tile := _chosen_tile("unit", a, lead, channels, taps)) is None:
         codec_ops.codec_active_unit(
             a, lead, residual, weight1, *inner, weight2, bias2, dilation, *into, ends=ends, open_ends=open_ends
         )  # fmt: skip
         return
-    columns, tma = split(channels), tile.tma
+    columns = split(channels)
+    tma = tile.tma
     on_grid(unit_kernel, (rows * pieces(steps, tile.rows),))(
         _tiles(a, 1, tile.rows, tile.depth) if tma else a,
         *(_tiles(weight1, tile.depth, each) if tma else weight1 for each in columns),
@@ -213,7 +217,8 @@ def _head_fits(a: Tensor, lead: int, weight: Tensor, bias: Tensor, **_: Tensor |
 def head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tensor | None = None) -> Tensor:
     """`codec_head` in bfloat16 (bias float32), for up to 8 taps and a multiple of 16 channels."""
     rows, extended, channels = a.shape
-    steps, taps = extended - lead, weight.shape[0]
+    steps = extended - lead
+    taps = weight.shape[0]
     products = torch.empty(rows * extended, HEAD_TAPS, dtype=torch.float32, device=a.device)
     # Without ends, all rows are processed as one long row.
     count, launches = (rows * extended, 1) if ends is None else (extended, rows)

@@ -159,7 +159,8 @@ def codec_active_conv(
     before the T steps and for the other half after them, and `lead` counts both.
     """
     reach = (taps - 1) * dilation
-    rows, channels = a.shape[0], a.shape[2]
+    rows = a.shape[0]
+    channels = a.shape[2]
     extended = (pad(a, (0, 0, reach - lead, 0)) if lead < reach else a[:, lead - reach :]).float()
     steps = extended.shape[1] - reach
     total = bias.expand(rows, steps, -1)
@@ -228,7 +229,8 @@ def codec_head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tens
     If `ends` (int32 [B], in steps) is given, the result may hold anything from step ends[row] on.
     """
     wave = torch.empty(a.shape[0], a.shape[1] - lead, 1, dtype=torch.float32, device=a.device)
-    column, taps = weight.reshape(-1, 1), weight.shape[0]
+    column = weight.reshape(-1, 1)
+    taps = weight.shape[0]
     codec_active_conv(
         a, lead, column, bias.float(), taps, 1, None, wave, None, 0, None, None, ends=ends, open_ends=True
     )
@@ -241,7 +243,9 @@ def _write(value: Tensor, place: Tensor, kept: Tensor | None) -> None:
 
 
 #: The activation that `codec_product` applies before it adds the residual.
-PLAIN, SWIGLU, GELU = 0, 1, 2
+PLAIN = 0
+SWIGLU = 1
+GELU = 2
 
 
 @op(
@@ -301,7 +305,8 @@ def codec_window_attention(
     `past` of the next chunk, which is written. All three are given, or none. Returns [B, T, heads * D].
     """
     rows, steps, width = qkv.shape
-    dim, earlier = width // (heads + 2 * kv_heads), 0
+    dim = width // (heads + 2 * kv_heads)
+    earlier = 0
     queries, keys, values = qkv.float().view(rows, steps, -1, dim).split((heads, kv_heads, kv_heads), dim=2)
     queries, keys = (_rotated(one, cosine, sine).to(qkv.dtype).float() for one in (queries, keys))
     if past is not None and kept is not None and positions is not None:
@@ -328,7 +333,8 @@ def codec_window_attention(
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotary embedding. x: [B, T, heads, D]; cosine, sine: [B or 1, T, D / 2]."""
     first, second = x.chunk(2, dim=-1)
-    cosine, sine = cosine.unsqueeze(2), sine.unsqueeze(2)
+    cosine = cosine.unsqueeze(2)
+    sine = sine.unsqueeze(2)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 

@@ -77,7 +77,9 @@ def _context(device: int) -> ctypes.c_void_p:
 def _on(device: int) -> Iterator[None]:
     """Makes a device current within the block, and restores the thread's previous one afterwards. A thread
     that had none keeps this device."""
-    driver, wanted, current = _driver(), _context(device), ctypes.c_void_p()
+    driver = _driver()
+    wanted = _context(device)
+    current = ctypes.c_void_p()
     driver.cuCtxGetCurrent(ctypes.byref(current))
     if current.value == wanted.value:
         yield
@@ -155,7 +157,10 @@ class Kernel:
     """A kernel of a module. Its only parameter is a structure."""
 
     def __init__(self, function: ctypes.c_void_p, name: str, shared_bytes: int, device: int) -> None:
-        self._function, self._name, self._shared_bytes, self._device = function, name, shared_bytes, device
+        self._function = function
+        self._name = name
+        self._shared_bytes = shared_bytes
+        self._device = device
 
     def resident_blocks(self, threads: int) -> int:
         """How many blocks of this size run at once on an idle device."""
@@ -168,7 +173,8 @@ class Kernel:
 
     def resident_clusters(self, threads: int, blocks: int) -> int:
         """How many clusters of this size run at once on an idle device."""
-        count, attribute = ctypes.c_int(), _Attribute(_CLUSTER, b"", (blocks, 1, 1))
+        count = ctypes.c_int()
+        attribute = _Attribute(_CLUSTER, b"", (blocks, 1, 1))
         config = _Config(
             (blocks, 1, 1), (threads, 1, 1), self._shared_bytes, None, ctypes.pointer(attribute), 1
         )
@@ -276,7 +282,8 @@ def available(device: int, *sources: Source) -> bool:
         with ThreadPoolExecutor(len(sources)) as pool:
             list(pool.map(lambda source: source.on(device), sources))
     except (RuntimeError, OSError) as error:
-        names, message = ", ".join(source.name for source in sources), toolchain.first_line(error)
+        names = ", ".join(source.name for source in sources)
+        message = toolchain.first_line(error)
         log.warning(
             "the CUDA C++ kernels of %s cannot be loaded (%s); %s. %s",
             names,

@@ -12,7 +12,8 @@ from torch import Tensor
 
 #: Priorities of CUDA streams; a stream with a lower number runs first. First the chunks that listeners wait for,
 #: then the frames of an engine that serves listeners. All other work has priority 0.
-CHUNK_PRIORITY, FRAME_PRIORITY = -2, -1
+CHUNK_PRIORITY = -2
+FRAME_PRIORITY = -1
 
 
 class GraphPool:

@@ -41,7 +41,8 @@ def rope(x: Tensor, table: Tensor, wide: bool = False) -> Tensor:
     """
     kind = x.dtype
     if wide:
-        x, table = x.float(), table.float()
+        x = x.float()
+        table = table.float()
     cos, sin = table[:, None].chunk(2, dim=-1)
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(kind)
@@ -66,11 +67,13 @@ def qk_norm_rope_append(
     positions; pages, offsets: [n], each token's page and its place there; k_cache, v_cache: [pages, kv_heads,
     page_size, head_dim] of one layer; returns [n, heads, head_dim].
     """
-    kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    kv_heads = k_cache.shape[1]
+    head_dim = k_cache.shape[3]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     if q_weight is not None and k_weight is not None:
-        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+        q = rms_norm(q, q_weight, eps)
+        k = rms_norm(k, k_weight, eps)
     k_cache[pages, :, offsets] = rope(k, angles, wide_rope)
     v_cache[pages, :, offsets] = v
     return rope(q, angles, wide_rope)

@@ -301,7 +301,8 @@ def predictor_attention(
 #: Queries of a program, counting all query heads of its kv head; they are the rows of a product.
 _QUERIES = 64
 #: A step reads the keys of one page, within this minimum and maximum.
-_MIN_KEYS, _MAX_KEYS = 16, 64
+_MIN_KEYS = 16
+_MAX_KEYS = 64
 
 
 class QueryTiles:

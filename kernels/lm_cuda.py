@@ -54,8 +54,12 @@ TILE_CONFIGS = {
     (6144, False, RESIDUAL): (1, 16, 16, 1),
 }
 #: A shape, its number of groups if it has many outputs, and the minimum number of outputs for that.
-_WIDE_SHAPE, _WIDE_GROUPS, WIDE_FROM = (1024, True, PLAIN), 4, 4096
-_ATTENTION_WARPS, _DRAW_EACH, _MAX_CODEBOOKS = 4, 8, 32
+_WIDE_SHAPE = (1024, True, PLAIN)
+_WIDE_GROUPS = 4
+WIDE_FROM = 4096
+_ATTENTION_WARPS = 4
+_DRAW_EACH = 8
+_MAX_CODEBOOKS = 32
 #: Maximum blocks of the predictor's attention: four on each multiprocessor of an H200 or H100.
 ATTENTION_BLOCKS = 4 * 132
 
@@ -121,7 +125,9 @@ class DrawArguments(ctypes.Structure):
 
 def known_to_cuda(weights: FrameTensors) -> bool:
     """Whether the CUDA C++ kernels support the frame's attention, draws and feedback, regardless of sizes."""
-    depth, rules, feedback = weights.depth, weights.draw, weights.feedback
+    depth = weights.depth
+    rules = weights.draw
+    feedback = weights.feedback
     if (
         depth is None
         or feedback.starts is not depth.starts
@@ -167,7 +173,8 @@ def skinny(
     and depend on `rows` only by whether it is more than 8. Raises RuntimeError for a shape without a kernel.
     """
     rows, inner = x.shape
-    width, shape = y.shape[1], (inner, norm is not None, epilogue)
+    width = y.shape[1]
+    shape = (inner, norm is not None, epilogue)
     if shape not in TILE_CONFIGS:
         raise RuntimeError(
             f"There is no skinny product of inner={inner}, norm={norm is not None}, epilogue={epilogue}."
@@ -181,10 +188,8 @@ def skinny(
     bytes_ahead = 0 if ahead is None else ahead.numel() * ahead.element_size()
     pointers = addresses(x, weight, norm, extra, y, normed, ahead)
     arguments = SkinnyArguments(*pointers, bytes_ahead, rows, width, x.stride(0), y.stride(0), int(late), eps)
-    kernel, grid = (
-        skinny_name(partition, norm is not None, epilogue),
-        (width // block_width, -(-rows // (partition.tiles * 16))),
-    )
+    kernel = skinny_name(partition, norm is not None, epilogue)
+    grid = (width // block_width, -(-rows // (partition.tiles * 16)))
     SKINNY.launch(kernel, grid, partition.warps * 32, arguments, x.device.index, programmatic=pdl)
     return y
 
@@ -202,7 +207,8 @@ def predictor_attention(
     normalized heads of size 128 and two query heads per kv head."""
     if not 1 <= position < k_cache.shape[2]:
         raise RuntimeError(f"Predictor attention has no position {position}.")
-    rows, kv_heads = qkv.shape[0], k_cache.shape[1]
+    rows = qkv.shape[0]
+    kv_heads = k_cache.shape[1]
     pointers = (c_void_p * 7)(*addresses(qkv, q_weight, k_weight, rope_table, k_cache, v_cache, out))
     arguments = AttentionArguments(pointers, rows, kv_heads, position, eps, scale)
     grid = (min(-(-rows // _ATTENTION_WARPS), max(1, ATTENTION_BLOCKS // kv_heads)), kv_heads)
@@ -219,7 +225,8 @@ def has_draw(vocab: int, width: int, hidden: int) -> bool:
 def draw(pointers: Sequence[Tensor], numbers: Sequence[int], stage: int, pdl: bool = True) -> None:
     """Launches a kernel of `kernels/cuda/sampler.cu`; pointers and numbers have the order of its `Args`. Raises
     RuntimeError for sizes without a kernel."""
-    large, small = numbers[:3], numbers[3:]
+    large = numbers[:3]
+    small = numbers[3:]
     rows, vocab, _, codebooks, width, talker, *_ = small
     if not has_draw(vocab, width, talker) or codebooks > _MAX_CODEBOOKS:
         raise RuntimeError(

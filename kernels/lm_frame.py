@@ -134,9 +134,12 @@ class FusedFrame:
         self.plan = replace(
             plan, pdl=(self._products and k_cache.is_cuda) or (plan.pdl and known_to_cuda(weights))
         )
-        self.weights, self.state = weights, _as_bytes(state)
-        self._keys, self._values = k_cache, v_cache
-        device, dtype = k_cache.device, k_cache.dtype
+        self.weights = weights
+        self.state = _as_bytes(state)
+        self._keys = k_cache
+        self._values = v_cache
+        device = k_cache.device
+        dtype = k_cache.dtype
         #: A product that the next norm adds to the state first.
         self._pending: Tensor | None = None
         #: The norm that the last product computed, if it did.
@@ -153,7 +156,8 @@ class FusedFrame:
         self._widths = [stack.hidden for stack in stacks]
         inner = max((len(layer.gate_up) for stack in stacks for layer in stack.layers), default=0)
         wide = max((stack.heads + 2 * stack.kv_heads) * stack.head_dim for stack in stacks)
-        width, depth = max(self._widths), weights.depth
+        width = max(self._widths)
+        depth = weights.depth
         rows = max_rows if depth is None else 2 * max_rows
         self._x = [empty(rows, w) for w in self._widths]
         self.hidden = empty(max_rows, self._widths[0])
@@ -169,7 +173,8 @@ class FusedFrame:
         #: float32 [max_rows or more]: receives those of the drawn codes 0 (`kernels.sampler.log_probability`).
         self.log_probabilities = torch.empty(max_rows, device=device)
         if depth is not None:
-            span, stack = 1 << depth.heads.shape[0].bit_length(), depth.stack
+            span = 1 << depth.heads.shape[0].bit_length()
+            stack = depth.stack
             self._fast = self._cuda and lm_cuda.has_predictor_attention(
                 stack.heads, stack.kv_heads, span, stack.head_dim
             )
@@ -190,20 +195,23 @@ class FusedFrame:
         """Computes one frame of the slots `rows` int64 [n], writes codes int64 [n, codebooks] and flags uint8 [n], and
         updates the state."""
         n = rows.shape[0]
-        backbone, x = self.weights.backbone, self._x[0][:n]
+        backbone = self.weights.backbone
+        x = self._x[0][:n]
         self._backbone(rows, x)
         self._draws(self._head(backbone, x, self.weights.head, self.hidden[:n]), rows, codes, flags)
 
     def draw(self, hidden: Tensor, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
         """The part of `run` after the backbone, if that runs elsewhere. hidden: [n, hidden], the backbone's states after
         the final norm."""
-        n, head = rows.shape[0], self.weights.head
+        n = rows.shape[0]
+        head = self.weights.head
         kept = self.hidden[:n].copy_(hidden)
         self._draws(torch.mm(kept, head.t(), out=_rows(self.logits, n, len(head))), rows, codes, flags)
 
     def _draws(self, logits: Tensor, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
         """Draws all codes of a frame, from the logits of code 0 and the state in `hidden`."""
-        n, depth = rows.shape[0], self.weights.depth
+        n = rows.shape[0]
+        depth = self.weights.depth
         if depth is None:
             self.draw_codebook(ONLY, 0, logits, rows, codes, flags)
             return
@@ -219,9 +227,13 @@ class FusedFrame:
 
     def _later_codebooks(self, depth: DepthTensors, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
         """Draws the codebooks after code 0, one after the other."""
-        n, x, stack, count = rows.shape[0], self._x[1], depth.stack, len(depth.heads)
+        n = rows.shape[0]
+        x = self._x[1]
+        stack = depth.stack
+        count = len(depth.heads)
         for step in range(count):
-            first, position = step == 0, step + 1 if step else 0
+            first = step == 0
+            position = step + 1 if step else 0
 
             def attend(layer: int, qkv: Tensor, out: Tensor, position: int = position) -> None:
                 tensors = (self._past[0, layer, :n], self._past[1, layer, :n], position, stack.scale, out)
@@ -244,32 +256,35 @@ class FusedFrame:
     def _stack(self, stack: StackTensors, x: Tensor, attend: Attend, keep: int = 0) -> None:
         """Runs all layers in place on x [rows, width]. The last layer's output is computed only for the rows from
         `keep`."""
-        self._pending, self._normed, self._starts_early = None, None, self._residual
+        self._pending = None
+        self._normed = None
+        self._starts_early = self._residual
         for index, (layer, following) in enumerate(zip(stack.layers, [*stack.layers[1:], None])):
-            qkv, mixed = (
-                _rows(self._qkv, len(x), len(layer.qkv)),
-                _rows(self._mixed, len(x), layer.o.shape[1]),
-            )
+            qkv = _rows(self._qkv, len(x), len(layer.qkv))
+            mixed = _rows(self._mixed, len(x), layer.o.shape[1])
             if self._skinny:
                 self._thin(x, layer.qkv, qkv, norm=layer.input_norm, eps=stack.eps)
             elif self._products:
                 self._wide(self._normed or self._added_norm(x, layer.input_norm, stack.eps), layer.qkv, qkv)
             else:
-                normed, weight = self._added_norm(x, layer.input_norm, stack.eps), layer.qkv.t()
+                normed = self._added_norm(x, layer.input_norm, stack.eps)
+                weight = layer.qkv.t()
                 if layer.qkv_bias is None:
                     torch.mm(normed, weight, out=qkv)
                 else:
                     torch.addmm(layer.qkv_bias, normed, weight, out=qkv)
             attend(index, qkv, mixed)
             if keep and following is None:
-                x, mixed = x[keep:], mixed[keep:]
+                x = x[keep:]
+                mixed = mixed[keep:]
             self._after_attention(stack, layer, following, x, mixed)
 
     def _after_attention(
         self, stack: StackTensors, layer: Layer, following: Layer | None, x: Tensor, mixed: Tensor
     ) -> None:
         """Runs the part of a layer after attention. A product that is not yet added to x is `_pending`."""
-        act, eps = _rows(self._act, len(x), stack.inner), stack.eps
+        act = _rows(self._act, len(x), stack.inner)
+        eps = stack.eps
         if self._skinny:
             self._thin(mixed, layer.o, x, epilogue=RESIDUAL, extra=x)
             self._thin(x, layer.gate_up, act, norm=layer.post_norm, eps=eps, epilogue=SWIGLU)
@@ -289,7 +304,9 @@ class FusedFrame:
 
     def _added(self, x: Tensor, a: Tensor, weight: Tensor) -> Tensor | None:
         """Adds a @ weight.T to x, or returns the product, which the next norm adds."""
-        splits, self._starts_early, (n, inner) = None, False, weight.shape
+        splits = None
+        self._starts_early = False
+        n, inner = weight.shape
         if self._residual:
             splits = lm_products.splits_for(len(x), n, inner, lm_products.clusters_of(x.device.index or 0))
         if splits is None:
@@ -352,8 +369,11 @@ class FusedFrame:
         )
 
     def _attend(self, layer: int, qkv: Tensor, rows: Tensor, out: Tensor) -> None:
-        stack, state, plan = self.weights.backbone, self.state, self.plan
-        tile, splits = self._tile, next(splits for limit, splits in self._splits if len(rows) <= limit)
+        stack = self.weights.backbone
+        state = self.state
+        plan = self.plan
+        tile = self._tile
+        splits = next(splits for limit, splits in self._splits if len(rows) <= limit)
         decode_attention(
             qkv, stack.layers[layer].q_norm, stack.layers[layer].k_norm, stack.eps, stack.rope_table, self._keys[layer],
             self._values[layer], state.page_table, state.positions, rows, stack.scale, out, self._scratch,
@@ -364,8 +384,12 @@ class FusedFrame:
     def draw_codebook(
         self, stage: int, codebook: int, logits: Tensor, rows: Tensor, codes: Tensor, flags: Tensor
     ) -> None:
-        state, n, vocab = self.state, rows.shape[0], logits.shape[1]
-        depth, rules, feedback = self.weights.depth, self.weights.draw, self.weights.feedback
+        state = self.state
+        n = rows.shape[0]
+        vocab = logits.shape[1]
+        depth = self.weights.depth
+        rules = self.weights.draw
+        feedback = self.weights.feedback
         settings = state.first if stage in (FIRST, ONLY) else state.residual
         inputs, starts = (feedback.table, feedback.starts) if depth is None else (depth.inputs, depth.starts)
         text = feedback.table if feedback.text is None else feedback.text
@@ -374,7 +398,8 @@ class FusedFrame:
             state.frames, state.positions, settings.temperature, settings.top_p, state.penalty, settings.greedy, state.seen,
             self.hidden, inputs, feedback.table, text, self._x[-1], state.inputs, self.log_probabilities,
         )  # fmt: skip
-        width, hidden = self._widths[-1], self._widths[0]
+        width = self._widths[-1]
+        hidden = self._widths[0]
         numbers = (
             rules.ends[0], rules.suppress_from, state.dead, n, vocab, codebook, codes.shape[1], width, hidden, state.trailing.shape[1],
             int(depth is not None and depth.project is None),
@@ -401,10 +426,8 @@ class PersistentFrame(FusedFrame):
         # No kernel is launched early after a cooperative one.
         plan = plan if talker is None else replace(plan, pdl=False)
         super().__init__(predictor_run.predictor.frame, state, k_cache, v_cache, predictor_run.rows, plan)
-        self.predictor_run, self.talker = (
-            predictor_run,
-            None if talker is None else TalkerRun(talker, predictor_run),
-        )
+        self.predictor_run = predictor_run
+        self.talker = None if talker is None else TalkerRun(talker, predictor_run)
 
     def _backbone(self, rows: Tensor, x: Tensor) -> None:
         if self.talker is None:

@@ -21,7 +21,9 @@ from kernels.frame import DepthTensors, FrameTensors, Layer, StackTensors, State
 from kernels.lm_cuda import known_to_cuda
 
 #: The sources in `kernels/cuda`: of the predictor, of the talker, and of the kernels that a `Trial` needs.
-SOURCE, TALKER_SOURCE, TESTED_SOURCE = "persistent", "persistent_talker", "persistent_tested"
+SOURCE = "persistent"
+TALKER_SOURCE = "persistent_talker"
+TESTED_SOURCE = "persistent_tested"
 #: The numbers of rows for which there are kernels.
 ROWS = (1, 2)
 #: A bit of a frame's flags, in addition to those of `kernels.reference`: a block waited too long, so the frame is
@@ -147,8 +149,10 @@ def _sizes(stack: StackTensors) -> tuple[int, ...]:
 def _tiles(weight: Tensor, config: TileConfig, halves: int = 1) -> Tensor:
     """Packs a matrix [n, inner] in the order in which the kernel reads it, [blocks, chunks, elements of a chunk].
     halves: 2 for a matrix of two halves (gate and up); each block gets rows of both."""
-    n, inner = weight.shape[0] // halves, weight.shape[1]
-    groups, steps = -(-n // (8 * config.blocks)), -(-inner // (32 * config.warps))
+    n = weight.shape[0] // halves
+    inner = weight.shape[1]
+    groups = -(-n // (8 * config.blocks))
+    steps = -(-inner // (32 * config.warps))
     filled = functional.pad(
         weight.view(halves, n, inner),
         (0, steps * config.warps * 32 - inner, 0, groups * config.blocks * 8 - n),
@@ -239,7 +243,8 @@ class _Kernel:
         self, source: str, config: TileConfig, rows: int, tested: bool, device: torch.device
     ) -> None:
         """Raises RuntimeError if there is no code for the device, or if it cannot hold all blocks at once."""
-        self._name, self._config = kernel_name(config, rows, tested), config
+        self._name = kernel_name(config, rows, tested)
+        self._config = config
         self._source = _source(TESTED_SOURCE if tested else source, self._name, config.shared_bytes)
         self._device = index_of(device.index)
         room = self._source.on(self._device)[self._name].resident_blocks(config.threads)
@@ -260,11 +265,15 @@ class Predictor:
 
     def __init__(self, weights: FrameTensors) -> None:
         """Raises ValueError for a predictor without a kernel (`predictor_config`)."""
-        depth, config = weights.depth, predictor_config(weights)
+        depth = weights.depth
+        config = predictor_config(weights)
         if depth is None or config is None:
             raise ValueError("There is no persistent kernel for this predictor.")
-        self.frame, self.depth, self.config = weights, depth, config
-        self.weights, self.norms = packed_weights(depth, config), packed_norms(depth.stack, config)
+        self.frame = weights
+        self.depth = depth
+        self.config = config
+        self.weights = packed_weights(depth, config)
+        self.norms = packed_norms(depth.stack, config)
 
 
 class PredictorRun:
@@ -283,9 +292,13 @@ class PredictorRun:
 
         Raises RuntimeError if there is no code for the device, or if it cannot hold all blocks at once.
         """
-        self.predictor, self.rows, self.patience, self.trial = predictor, rows, patience, trial
+        self.predictor = predictor
+        self.rows = rows
+        self.patience = patience
+        self.trial = trial
         self.gap = GAP if gap is None else gap
-        depth, device = predictor.depth, predictor.weights.device
+        depth = predictor.depth
+        device = predictor.weights.device
         self._kernel = _Kernel(SOURCE, predictor.config, rows, trial is not None, device)
         # A packet has two values, and a row has two tokens in the first pass.
         self.packets = torch.zeros(
@@ -299,7 +312,8 @@ class PredictorRun:
         word = int(self.control[_FAULT]) & 0xFFFFFFFF
         if not word:
             return None
-        who, wanted = f"Block {word >> 20 & 0xFF} of the {_KERNELS[word >> 30 & 1]}", _WAITS[word >> 28 & 3]
+        who = f"Block {word >> 20 & 0xFF} of the {_KERNELS[word >> 30 & 1]}"
+        wanted = _WAITS[word >> 28 & 3]
         return f"{who} waited too long for {wanted.format(word & 0xFFFFF)}."
 
     def rest(self, stack: StackTensors) -> tuple[float, ...]:
@@ -316,8 +330,11 @@ class PredictorRun:
         finite: int32 [rows], whether the logits of code 0 were finite; flags: uint8 [rows]. Writes the other codes,
         the flags (`FAILED` too), and in `state` the next inputs, positions and frames.
         """
-        predictor, frame, depth = self.predictor, self.predictor.frame, self.predictor.depth
-        draws, feedback = state.residual, frame.feedback
+        predictor = self.predictor
+        frame = self.predictor.frame
+        depth = self.predictor.depth
+        draws = state.residual
+        feedback = frame.feedback
         pointers = addresses(
             predictor.weights, predictor.norms, depth.stack.rope_table, x, depth.inputs, feedback.table, feedback.text, rows, state.seeds,
             draws.top_k, depth.starts, state.trailing, codes, state.frames, state.positions, finite, flags, draws.temperature, draws.top_p,
@@ -334,8 +351,10 @@ class Talker:
         """Raises ValueError for a talker without a kernel (`talker_config`)."""
         if (config := talker_config(weights)) is None:
             raise ValueError("There is no persistent kernel for this talker.")
-        self.stack, self.config = weights.backbone, config
-        self.weights, self.norms = packed_layers(self.stack, config), packed_norms(self.stack, config)
+        self.stack = weights.backbone
+        self.config = config
+        self.weights = packed_layers(self.stack, config)
+        self.norms = packed_norms(self.stack, config)
 
 
 class TalkerRun:
@@ -344,8 +363,11 @@ class TalkerRun:
 
     def __init__(self, talker: Talker, predictor_run: PredictorRun) -> None:
         """Raises RuntimeError if there is no code for the device, or if it cannot hold all blocks at once."""
-        self.talker, self.predictor_run = talker, predictor_run
-        stack, config, device = talker.stack, talker.config, talker.weights.device
+        self.talker = talker
+        self.predictor_run = predictor_run
+        stack = talker.stack
+        config = talker.config
+        device = talker.weights.device
         self._kernel = _Kernel(
             TALKER_SOURCE, config, predictor_run.rows, predictor_run.trial is not None, device
         )
@@ -362,7 +384,9 @@ class TalkerRun:
         keys, values: [layers, pages, kv_heads, page_size, head_dim], to which the keys and values of the new position
         are appended.
         """
-        talker, predictor_run, stack = self.talker, self.predictor_run, self.talker.stack
+        talker = self.talker
+        predictor_run = self.predictor_run
+        stack = self.talker.stack
         pointers = addresses(
             talker.weights, talker.norms, stack.rope_table, state.inputs, x, rows, state.positions, state.page_table, keys, values,
             self.packets, predictor_run.control,

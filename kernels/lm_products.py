@@ -26,7 +26,9 @@ BLOCK_ROWS = (32, 64, 128)
 #: Values of the inner size per pipeline stage, in all three kinds of products, and weight rows per block of `product`.
 PIECE = 64
 #: Rows and outputs of a tile of `add_product` and `swiglu`.
-ROWS, RESIDUAL_OUTPUTS, SWIGLU_OUTPUTS = 128, 128, 96
+ROWS = 128
+RESIDUAL_OUTPUTS = 128
+SWIGLU_OUTPUTS = 96
 #: Numbers of parts into which `add_product` divides the inner size; the blocks of a cluster compute one part each.
 #: With fewer parts it is not faster than cuBLAS.
 SPLITS = (4, 8)
@@ -34,9 +36,13 @@ SPLITS = (4, 8)
 MAX_RESIDUAL_ROWS = 384
 #: Up to this number of rows cuBLAS is faster than `swiglu` with any tiles.
 MAX_CUBLAS_ROWS = 256
-_THREADS, _WIDE_THREADS, _WIDE_STAGES = 256, 288, 5
+_THREADS = 256
+_WIDE_THREADS = 288
+_WIDE_STAGES = 5
 #: Maxima of `product`: bytes of shared memory of a block, pipeline stages, and blocks of a cluster.
-_SHARED, _MAX_STAGES, _MAX_SPLITS = 227 << 10, 16, 8
+_SHARED = 227 << 10
+_MAX_STAGES = 16
+_MAX_SPLITS = 8
 #: The maximum share of a device's clusters that the tiles of `add_product` may need. Devices of the same kind may
 #: differ by a few clusters, but they must choose the same splits, because other splits give other bits.
 _MAX_FILL = 0.9
@@ -75,11 +81,9 @@ class TileConfig:
     def shared_bytes(self, block_rows: int, inner: int) -> int:
         """Bytes of `Block` of the source: pipeline stages of x and the block's weights, or later its own sums; the
         sums of the cluster; barriers; scales; room for alignment."""
-        sums, stages, weights = (
-            block_rows * (PIECE + 4) * 4,
-            self.stages * block_rows * 2 * PIECE,
-            PIECE * inner // self.splits * 2,
-        )
+        sums = block_rows * (PIECE + 4) * 4
+        stages = self.stages * block_rows * 2 * PIECE
+        weights = PIECE * inner // self.splits * 2
         return max(stages + weights, sums) + sums + (2 * _MAX_STAGES + 2) * 8 + block_rows * 4 + 1024
 
     def fault(self, block_rows: int, weight_rows: int, inner: int) -> str | None:
@@ -218,7 +222,8 @@ def _maps(weight: Tensor, weight_rows: int, x: Tensor, rows: int) -> ctypes.Arra
 def _check(x: Tensor, weight: Tensor, y: Tensor, halves: int, step: int) -> None:
     """Raises ValueError if the shapes do not fit, if tensors are not contiguous, or if they are not aligned: x and
     weight to 16 bytes, the rows of y to `step` values. halves: 2 if the weights are gate and up."""
-    (rows, inner), n = x.shape, y.shape[1]
+    rows, inner = x.shape
+    n = y.shape[1]
     if weight.shape != (halves * n, inner) or len(y) != rows:
         raise ValueError(f"{len(weight)} weight rows do not give {len(y)} rows of {n} outputs.")
     if not (weight.is_contiguous() and x.is_contiguous()) or any(t.data_ptr() % 16 for t in (x, weight)):
@@ -272,7 +277,9 @@ def product(
     support.
     """
     ahead, x = (x, x.weighted) if isinstance(x, Norm) else (None, x)
-    (rows, inner), weight_rows, n = x.shape, len(weight), y.shape[1]
+    rows, inner = x.shape
+    weight_rows = len(weight)
+    n = y.shape[1]
     block_rows = block_rows_for(rows)
     if (fault := config.fault(block_rows, weight_rows, inner)) is not None:
         raise ValueError(f"There is no such product: {fault}.")
@@ -308,14 +315,16 @@ def add_product(x: Tensor, a: Tensor, weight: Tensor, splits: int, *, pdl: bool 
     dependent launch). The next kernel may always start early. A row has the same bits in every batch with the same
     splits. Raises ValueError for sizes and tensors that the kernel does not support.
     """
-    (rows, inner), n = a.shape, x.shape[1]
+    rows, inner = a.shape
+    n = x.shape[1]
     if (fault := residual_fault(n, inner, splits)) is not None:
         raise ValueError(f"There is no such product: {fault}.")
     _check(a, weight, x, 1, step=8)
     arguments = _WideArguments(
         _maps(weight, RESIDUAL_OUTPUTS, a, ROWS), x.data_ptr(), rows, n, inner, x.stride(0)
     )
-    kernel, grid = f"residual_product_{splits}", (n // RESIDUAL_OUTPUTS * splits, -(-rows // ROWS))
+    kernel = f"residual_product_{splits}"
+    grid = (n // RESIDUAL_OUTPUTS * splits, -(-rows // ROWS))
     RESIDUAL_PRODUCTS.launch(
         kernel, grid, _WIDE_THREADS, arguments, x.device.index, programmatic=pdl, cluster=splits
     )
@@ -329,7 +338,8 @@ def swiglu(x: Tensor, weight: Tensor, y: Tensor, *, pdl: bool = False) -> Tensor
     pdl: the kernel may start while the previous one still runs (programmatic dependent launch). A row has the
     same bits in every batch. Raises ValueError for sizes and tensors that the kernel does not support.
     """
-    (rows, inner), n = x.shape, y.shape[1]
+    rows, inner = x.shape
+    n = y.shape[1]
     if n % SWIGLU_OUTPUTS or inner % PIECE:
         raise ValueError(
             f"{n} outputs of {inner} values do not fall into tiles of {SWIGLU_OUTPUTS} x {PIECE}."

@@ -24,11 +24,17 @@ from kernels.triton_launch import pdl_options, power_from
 
 _GRID = tl.constexpr(float(1 << 30))
 _WHOLE = tl.constexpr(float(1 << 23))
-_RETRY_TEMPERATURE, _RETRY_TOP_P = tl.constexpr(RETRY_TEMPERATURE), tl.constexpr(RETRY_TOP_P)
+_RETRY_TEMPERATURE = tl.constexpr(RETRY_TEMPERATURE)
+_RETRY_TOP_P = tl.constexpr(RETRY_TOP_P)
 #: Which codebook of a frame a launch draws: the first, one in between, the last, or the only one.
-FIRST, MIDDLE, LAST, ONLY = 0, 1, 2, 3
+FIRST = 0
+MIDDLE = 1
+LAST = 2
+ONLY = 3
 #: The text embedding in the next input: none, indexed by the request's text id, or indexed by code 0.
-_NO_TEXT, _TEXT_BY_ID, _TEXT_BY_CODE = 0, 1, 2
+_NO_TEXT = 0
+_TEXT_BY_ID = 1
+_TEXT_BY_CODE = 2
 
 
 @triton.jit
@@ -314,7 +320,8 @@ def draw(
 
     recent: int64 [slots, window].
     """
-    logits, starts = pointers[0], pointers[8]
+    logits = pointers[0]
+    starts = pointers[8]
     count, vocab, _, _, width, talker = numbers[3:9]
     by = _NO_TEXT if feedback.text is None else _TEXT_BY_CODE if feedback.text_by_code else _TEXT_BY_ID
     half = stage in (MIDDLE, LAST) and logits.dtype == torch.bfloat16

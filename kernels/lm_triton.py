@@ -56,7 +56,8 @@ def add_norm(
     """x += y (in place, if y is given), then RMSNorm of x into `out`. x, y, out: contiguous [rows, width];
     weight: [width]; early: the next kernel may start early, even if this one does not."""
     rows, width = x.shape
-    block, added = triton.next_power_of_2(width), y is not None
+    block = triton.next_power_of_2(width)
+    added = y is not None
     _add_norm[(rows,)](
         x,
         x if y is None else y,

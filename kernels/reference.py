@@ -27,7 +27,8 @@ from kernels.sampler import (
 )
 
 #: Bits of a frame's flags.
-ENDED, NOT_FINITE = 1, 2
+ENDED = 1
+NOT_FINITE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ def run_stack(
     undefined.
     """
     positions, pages, offsets = tokens
-    eps, angles = stack.eps, stack.rope_table[positions]
+    eps = stack.eps
+    angles = stack.rope_table[positions]
     for index, layer in enumerate(stack.layers):
         packed = functional.linear(rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
         q = qk_norm_rope_append(
@@ -94,12 +96,15 @@ def draw_frame(
     hidden: [n, hidden], the state that the step returned; first_flags, residual_flags: `DrawFlags.of` the rows'
     settings; forced: int64 [n, codebooks], codes that are fed back instead of the drawn ones.
     """
-    rules, depth = weights.draw, weights.depth
+    rules = weights.draw
+    depth = weights.depth
     logits = functional.linear(hidden, weights.head).float()
     frames = state.frames[rows]
     noise = frame_noise(state.seeds[rows], frames, weights.codebooks + (rules.window > 0))
     drawn = draw_first(weights, state, rows, logits, noise, first_flags)
-    codes, finite, residual = drawn[:, None], all_finite(logits), logits.new_empty(0, len(rows), 0)
+    codes = drawn[:, None]
+    finite = all_finite(logits)
+    residual = logits.new_empty(0, len(rows), 0)
     if depth is not None:
         first = drawn if forced is None else forced[:, 0]
         settings = state.residual.rows(rows)
@@ -109,7 +114,8 @@ def draw_frame(
         codes[:, 0] = drawn
         finite = finite & depth_finite
     # Writes the next input, position and history of each row. The position of the dead slot does not change.
-    alive, fed = rows != state.dead, codes if forced is None else forced
+    alive = rows != state.dead
+    fed = codes if forced is None else forced
     text = state.trailing[rows, frames.clamp(max=state.trailing.shape[1] - 1)]
     state.inputs[rows] = next_inputs(weights.feedback, fed, text)
     state.positions[rows] += alive
@@ -129,7 +135,8 @@ def backbone_step(
     """Runs the backbone on the next input of each row, and appends the keys and values. max_length: at least the
     longest context after this frame. Returns the state [n, hidden] after the final norm."""
     page_size = k_cache.shape[3]
-    positions, table = state.positions[rows], state.page_table[rows]
+    positions = state.positions[rows]
+    table = state.page_table[rows]
     pages = table.gather(1, (positions // page_size)[:, None])[:, 0]
     lengths = torch.where(rows == state.dead, 0, positions + 1)
     attend = partial(paged_decode_attention, page_table=table, lengths=lengths, max_length=max_length)
@@ -142,7 +149,8 @@ def draw_first(
     weights: FrameTensors, state: StateTensors, rows: Tensor, logits: Tensor, noise: Tensor, flags: DrawFlags
 ) -> Tensor:
     """Draws code 0 of each row, int64 [n]."""
-    rules, frames = weights.draw, state.frames[rows]
+    rules = weights.draw
+    frames = state.frames[rows]
     early = frames < state.min_new_tokens[rows]
     processed = process_first(
         logits, state.seen[rows] != 0, state.penalty[rows], early, rules.ends, rules.suppress_from
@@ -151,7 +159,8 @@ def draw_first(
     drawn = sample(processed, noise[:, 0], settings, flags, rules.nucleus_first)
     if rules.window == 0 or flags.all_greedy:
         return drawn
-    warm, wide = torch.full_like(temperature, RETRY_TEMPERATURE), torch.full_like(top_p, RETRY_TOP_P)
+    warm = torch.full_like(temperature, RETRY_TEMPERATURE)
+    wide = torch.full_like(top_p, RETRY_TOP_P)
     flags = DrawFlags(flags.max_top_k, any_top_p=True, all_greedy=False)
     retry = (warm, top_k, wide, greedy)
     again = sample(processed, noise[:, -1], retry, flags, rules.nucleus_first)
@@ -175,9 +184,11 @@ def depth_frame(
     ones. Returns codes int64 [n, codebooks], whether the logits are finite, bool [n], and logits float32
     [codebooks - 1, n, codes].
     """
-    stack, later = depth.stack, depth.heads.shape[0]
+    stack = depth.stack
+    later = depth.heads.shape[0]
     cache = hidden.new_empty(2, len(stack.layers), hidden.shape[0], stack.kv_heads, later + 1, stack.head_dim)
-    codes, kept = [first], []
+    codes = [first]
+    kept = []
     finite = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
     start = hidden if depth.project is None else functional.linear(hidden, *depth.project)
     x = torch.stack((start, depth.inputs[first + depth.starts[0]]), dim=1)
@@ -204,7 +215,8 @@ def _depth_step(x: Tensor, start: int, stack: StackTensors, cache: Tensor) -> Te
 
     def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         queries = q.view(rows, new, -1, stack.head_dim).transpose(1, 2)
-        keys, values = keys[:, :, : start + new], values[:, :, : start + new]
+        keys = keys[:, :, : start + new]
+        values = values[:, :, : start + new]
         mixed = functional.scaled_dot_product_attention(
             queries, keys, values, is_causal=new > 1, scale=scale, enable_gqa=True
         )

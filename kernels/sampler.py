@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 #: The settings with which code 0 is drawn again if a recent frame has the same one (`kernels.frame.DrawRules.window`).
-RETRY_TEMPERATURE, RETRY_TOP_P = 1.0, 0.9
+RETRY_TEMPERATURE = 1.0
+RETRY_TOP_P = 0.9
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -42,8 +43,12 @@ def philox(
     for _ in range(_ROUNDS):
         high0, low0 = _multiply(_MULTIPLIERS[0], c0)
         high1, low1 = _multiply(_MULTIPLIERS[1], c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+        c0 = high1 ^ c1 ^ k0
+        c1 = low1
+        c2 = high0 ^ c3 ^ k1
+        c3 = low0
+        k0 = (k0 + _WEYL[0]) & _MASK
+        k1 = (k1 + _WEYL[1]) & _MASK
     return c0, c1, c2, c3
 
 

@@ -94,7 +94,8 @@ def _with_nvrtc(library: str, source: Path, headers: Mapping[str, str], target: 
     nvrtc_library = ctypes.CDLL(library)
     program = ctypes.c_void_p()
     texts, names = (_strings(list(words)) for words in (headers.values(), headers))
-    text, name = source.read_text().encode(), source.name.encode()
+    text = source.read_text().encode()
+    name = source.name.encode()
     code = nvrtc_library.nvrtcCreateProgram(ctypes.byref(program), text, name, len(headers), texts, names)
     if code != 0:
         raise RuntimeError(f"nvrtc refused {source.name}: error {code}")

@@ -44,11 +44,18 @@ MAX_CHANNELS = 8
 MAX_SAMPLES = 60 * MAX_SAMPLE_RATE * MAX_CHANNELS
 #: Frames x channels that are decoded at a time.
 BLOCK_SAMPLES = 1 << 18
-_BLOCK_SECONDS, _HOPS_PER_BLOCK = 0.4, 4
-_ABSOLUTE_GATE_LUFS, _RELATIVE_GATE_LU, _OFFSET_LUFS = -70.0, -10.0, -0.691
+_BLOCK_SECONDS = 0.4
+_HOPS_PER_BLOCK = 4
+_ABSOLUTE_GATE_LUFS = -70.0
+_RELATIVE_GATE_LU = -10.0
+_OFFSET_LUFS = -0.691
 #: The filters of the K-weighting: gain (dB), frequency (Hz) and Q of the high shelf; frequency and Q of the
 #: high pass.
-_SHELF_DB, _SHELF_HZ, _SHELF_Q, _PASS_HZ, _PASS_Q = 4.0, 1500.0, math.sqrt(0.5), 38.0, 0.5
+_SHELF_DB = 4.0
+_SHELF_HZ = 1500.0
+_SHELF_Q = math.sqrt(0.5)
+_PASS_HZ = 38.0
+_PASS_Q = 0.5
 #: Number of samples that a filter processes at a time.
 _FILTERED_SAMPLES = 1 << 15
 _WAV_HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
@@ -61,7 +68,9 @@ CONTAINERS = {
     "opus": ("OGG", "OPUS"),
 }
 #: Positions in an Ogg page of the stream number, the checksum, and the number of segments.
-_OGG_SERIAL, _OGG_CHECKSUM, _OGG_SEGMENTS = slice(14, 18), slice(22, 26), 26
+_OGG_SERIAL = slice(14, 18)
+_OGG_CHECKSUM = slice(22, 26)
+_OGG_SEGMENTS = 26
 _REVERSED_BITS = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
@@ -106,7 +115,8 @@ def decode(
     if not math.isfinite(float(mono.sum(dtype=np.float64))):
         raise _unreadable("The audio holds values that are not numbers.")
     if sample_rate is not None and sample_rate != rate:
-        mono, rate = soxr.resample(mono, rate, sample_rate, quality=quality), sample_rate
+        mono = soxr.resample(mono, rate, sample_rate, quality=quality)
+        rate = sample_rate
     return np.ascontiguousarray(mono, dtype=np.float32), rate
 
 
@@ -132,7 +142,9 @@ def _opened(data: bytes, max_seconds: float) -> Generator[soundfile.SoundFile]:
             except OSError:
                 memory = io.BytesIO(data)
             file = stack.enter_context(soundfile.SoundFile(memory, closefd=False))
-            rate, frames, channels = file.samplerate, file.frames, file.channels
+            rate = file.samplerate
+            frames = file.frames
+            channels = file.channels
             if rate not in RATES or not 0 < channels <= MAX_CHANNELS:
                 raise _unreadable(
                     f"The audio has {channels} channels at {rate} Hz; 1 to {MAX_CHANNELS} channels at {RATES[0]} to {MAX_SAMPLE_RATE} Hz are supported."
@@ -153,7 +165,8 @@ def encode(samples: Samples, sample_rate: int, audio_format: AudioFormat) -> byt
     `SynthesisError` (`synth.nan`) for samples that are not numbers, `ConfigError` for an unknown format, for
     a sample rate that the format does not support, or for more audio than fits into a WAV file.
     """
-    pcm, file = to_pcm(samples), io.BytesIO()
+    pcm = to_pcm(samples)
+    file = io.BytesIO()
     encode_pcm([pcm], len(pcm), sample_rate, audio_format, file, pcm[:1].size or 1)
     return file.getvalue()
 
@@ -231,7 +244,8 @@ def resample(samples: Samples, sample_rate: int, wanted: int) -> Samples:
     if sample_rate == wanted or not len(samples):
         return samples
     made: Samples = soxr.resample(samples, sample_rate, wanted, quality="HQ")
-    limit, after = max(peak(samples), PEAK_LIMIT), peak(made)
+    limit = max(peak(samples), PEAK_LIMIT)
+    after = peak(made)
     return made * np.float32(limit / after) if after > limit else made
 
 
@@ -280,18 +294,22 @@ def _k_weighting(sample_rate: int) -> tuple[FloatArray, FloatArray]:
 
     Its stages are a high shelf and a high pass, as defined in the Audio EQ Cookbook of R. Bristow-Johnson.
     """
-    (cosine, width), gain = _angle(_SHELF_HZ, _SHELF_Q, sample_rate), 10 ** (_SHELF_DB / 40)
-    more, edge = gain + 1, 2 * math.sqrt(gain) * width
+    cosine, width = _angle(_SHELF_HZ, _SHELF_Q, sample_rate)
+    gain = 10 ** (_SHELF_DB / 40)
+    more = gain + 1
+    edge = 2 * math.sqrt(gain) * width
 
     def polynomial(less: float) -> FloatArray:
         middle = more + less * cosine
         return np.array([middle + edge, -2 * (less + more * cosine), middle - edge])
 
-    shelf, below_shelf = gain * polynomial(gain - 1), polynomial(1 - gain)
+    shelf = gain * polynomial(gain - 1)
+    below_shelf = polynomial(1 - gain)
     turn, spread = _angle(_PASS_HZ, _PASS_Q, sample_rate)
     high_pass = (1 + turn) / 2 * np.array([1.0, -2.0, 1.0])
     below_pass = np.array([1 + spread, -2 * turn, 1 - spread])
-    numerator, denominator = np.convolve(shelf, high_pass), np.convolve(below_shelf, below_pass)
+    numerator = np.convolve(shelf, high_pass)
+    denominator = np.convolve(below_shelf, below_pass)
     return numerator / denominator[0], denominator / denominator[0]
 
 
@@ -333,7 +351,8 @@ def _with_hashed_serial(data: bytes) -> bytes:
     pages: list[bytearray] = []
     end = 0
     while end < len(data):
-        begin, table = end, end + _OGG_SEGMENTS + 1
+        begin = end
+        table = end + _OGG_SEGMENTS + 1
         sizes = data[table : table + data[table - 1]]
         end = table + len(sizes) + sum(sizes)
         pages.append(bytearray(data[begin:end]))
@@ -371,7 +390,8 @@ def _too_long(max_seconds: float) -> InputError:
 #: Length in seconds of the frames in which silence is detected.
 FRAME_SECONDS = 0.02
 #: A frame is silent if it is 40 dB below the loudest one, or below -60 dBFS.
-_RELATIVE_POWER, _MIN_POWER = 1e-4, 1e-6
+_RELATIVE_POWER = 1e-4
+_MIN_POWER = 1e-6
 
 
 def frame_powers(samples: Samples, sample_rate: int) -> NDArray[np.float32]:
@@ -405,14 +425,16 @@ def activity(powers: NDArray[np.float32]) -> tuple[int, int, float]:
 def trim_silence(speech: Speech, keep_ms: int) -> Speech:
     """The speech with at most `keep_ms` of silence at each end, and its words at their new times; unchanged if
     all is silent."""
-    samples, rate = speech.samples, speech.sample_rate
+    samples = speech.samples
+    rate = speech.sample_rate
     if len(samples) == 0:
         return speech
     powers = frame_powers(samples, rate)
     active = np.flatnonzero(powers > sound_floor(float(powers.max())))
     if len(active) == 0:
         return speech
-    length, keep = max(1, int(FRAME_SECONDS * rate)), keep_ms * rate // 1000
+    length = max(1, int(FRAME_SECONDS * rate))
+    keep = keep_ms * rate // 1000
     begin = max(0, int(active[0]) * length - keep)
     samples = samples[begin : (int(active[-1]) + 1) * length + keep]
     words, phonemes = (
@@ -423,7 +445,12 @@ def trim_silence(speech: Speech, keep_ms: int) -> Speech:
 
 
 #: Constants of SparkTTS's volume normalization (utils/audio.py, `audio_volume_normalize`).
-_QUIET_PEAK, _PEAK_FLOOR, _AUDIBLE, _MIN_AUDIBLE, _LOUDNESS, _GAINS = 0.1, 1e-3, 0.01, 10, 0.2, (0.1, 10.0)
+_QUIET_PEAK = 0.1
+_PEAK_FLOOR = 1e-3
+_AUDIBLE = 0.01
+_MIN_AUDIBLE = 10
+_LOUDNESS = 0.2
+_GAINS = (0.1, 10.0)
 
 
 def normalize_volume(samples: NDArray[np.floating]) -> NDArray[np.floating]:

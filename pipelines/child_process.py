@@ -32,7 +32,8 @@ T = TypeVar("T")
 ORPHANED = 3
 #: Environment variables of the child: the process id of its parent, and whether the kernel kills the child
 #: when the parent ends.
-_PARENT_PID, _BOUND = "NIGHTJAR_PARENT_PID", "NIGHTJAR_BOUND"
+_PARENT_PID = "NIGHTJAR_PARENT_PID"
+_BOUND = "NIGHTJAR_BOUND"
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl
 
@@ -245,7 +246,8 @@ class CalledChild(Child[_Answer], Generic[T]):
         """Returns the future of the answer; its exception is the child's `NightjarError`, or
         `ChildEndedError`. Raises `ChildEndedError` after the child's end, and `OSError` if there is no memory
         for large arrays."""
-        number, answered = next(self._numbers), Future[T]()
+        number = next(self._numbers)
+        answered = Future[T]()
         with self._lock:
             if self.ended:
                 raise ChildEndedError

@@ -14,10 +14,12 @@ from pipelines.languages import language_code
 SLACK_SECONDS = 0.5
 #: Factors for text that is not prose: numbers may be read as many or few words, and markup spelled out or
 #: skipped, so the text says little about the length.
-WIDE_LOW, WIDE_HIGH = 0.1, 4.0
+WIDE_LOW = 0.1
+WIDE_HIGH = 4.0
 
 
-_DIGITS, _MARKS = "0123456789", ".!?;:,"
+_DIGITS = "0123456789"
+_MARKS = ".!?;:,"
 # Patterns are strings, which `re` compiles at first use: `nightjar status` does not use them.
 _IDEOGRAPHS = "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"
 #: Patterns of characters that count more than one unit, and their additional units: punctuation, Chinese,
@@ -56,7 +58,8 @@ def is_prose(text: str) -> bool:
 
 
 #: How long speech of an unknown voice can take: letters a second of slow speech, with pauses.
-_SLOW_UNITS, _SLOW_SECONDS = 4.0, 6.0
+_SLOW_UNITS = 4.0
+_SLOW_SECONDS = 6.0
 
 
 def longest_seconds(text: str) -> float:

@@ -40,7 +40,8 @@ Out = TypeVar("Out")
 
 Quality = Literal["HQ", "VHQ"]
 #: Minimum and maximum length of a recording of a voice to clone, in seconds.
-MIN_SECONDS, MAX_REFERENCE_SECONDS = 0.5, 60.0
+MIN_SECONDS = 0.5
+MAX_REFERENCE_SECONDS = 60.0
 #: Root mean square below which a recording counts as silent (-60 dBFS).
 SILENCE = 1e-3
 #: Bytes of main memory for kept results.
@@ -182,7 +183,9 @@ class Batcher(Generic[In, Out]):
                         self._changed.wait(seconds)
                         continue
                     bucket = full[0]
-                rows, batch, rest = self._rows(bucket), [], []
+                rows = self._rows(bucket)
+                batch = []
+                rest = []
                 for one in self.waiting:
                     (batch if one[0] == bucket and len(batch) < rows else rest).append(one)
                 self.waiting = rest
@@ -311,7 +314,8 @@ class RecordingFiles:
             if status.st_uid != os.geteuid() or status.st_mode & 0o077 or not stat.S_ISREG(status.st_mode):
                 raise ValueError(f"{path} may have been written by another user")
             data = opened.read()
-        digest, data = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+        digest = data[:_DIGEST_BYTES]
+        data = data[_DIGEST_BYTES:]
         if hashlib.sha256(data).digest() != digest:
             raise ValueError(f"{path} does not match its checksum")
         with suppress(OSError):

@@ -413,17 +413,23 @@ def stream(pipeline: Pipeline, request: SynthesisRequest) -> Iterator[AudioChunk
 def check_start(pipeline: Pipeline, request: AnyRequest, stream: bool) -> None:
     """Raises `InputError` (`input.unsupported`) for a stream, an open text or an output that the model does not
     support."""
-    able, text_open = pipeline.capabilities, isinstance(request, SynthesisRequest) and request.text_open
+    able = pipeline.capabilities
+    text_open = isinstance(request, SynthesisRequest) and request.text_open
     if stream and not able.streaming:
-        lacks, advice = "cannot stream", "Ask for whole speech."
+        lacks = "cannot stream"
+        advice = "Ask for whole speech."
     elif text_open and not (stream and able.text_in):
-        lacks, advice = "takes no text in pieces", "Give it whole sentences."
+        lacks = "takes no text in pieces"
+        advice = "Give it whole sentences."
     elif request.output != "audio" and not able.codes:
-        lacks, advice = "gives no codes", "Ask for audio."
+        lacks = "gives no codes"
+        advice = "Ask for audio."
     elif request.output != "codes" and not able.audio:
-        lacks, advice = "was opened without the decoder of its codec", "Ask for codes."
+        lacks = "was opened without the decoder of its codec"
+        advice = "Ask for codes."
     elif request.output != "audio" and stream:
-        lacks, advice = "gives no codes in a stream", "Ask for whole speech."
+        lacks = "gives no codes in a stream"
+        advice = "Ask for whole speech."
     else:
         return
     raise unsupported(f"The model {pipeline.name} {lacks}.", advice)

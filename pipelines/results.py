@@ -248,7 +248,8 @@ class Streamer(Receiver):
         return self.chunk_frames[min(self._chunks, len(self.chunk_frames) - 1)]
 
     def _decode_buffered(self, size: int) -> None:
-        codes, self._buffer = np.stack(self._buffer[:size]), self._buffer[size:]
+        codes = np.stack(self._buffer[:size])
+        self._buffer = self._buffer[size:]
         self._chunks += 1
         self.decode(codes)
 
@@ -381,7 +382,9 @@ class SpeechPipeline(ReadsRecordings, Generic[R, O]):
         receiver = (self._streamer if stream else self._utterance)(info, self._stage, listener)
         if self._cuts_chunks and isinstance(receiver, Streamer):
             receiver.chunk_frames = ()
-        receiver.engine, receiver.current = self._engine, wanted
-        receiver.output, receiver.frame_samples = output, self.frame_samples
+        receiver.engine = self._engine
+        receiver.current = wanted
+        receiver.output = output
+        receiver.frame_samples = self.frame_samples
         self._engine.submit(wanted, receiver)
         return listener

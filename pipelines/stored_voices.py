@@ -21,7 +21,9 @@ from pipelines.validation import OPENAI_VOICES
 #: Pattern of names: valid as file names on every file system, and never a path.
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
 #: Maximum number of voices of a folder, of bytes of a recording, and of characters of its text.
-MAX_VOICES, MAX_RECORDING_BYTES, MAX_TEXT_CHARACTERS = 256, 8 << 20, 5000
+MAX_VOICES = 256
+MAX_RECORDING_BYTES = 8 << 20
+MAX_TEXT_CHARACTERS = 5000
 #: Name that clients send to a model without voices, if their API requires one.
 DEFAULT_VOICE = "default"
 #: Names that have another meaning for a server.

@@ -53,7 +53,8 @@ _MAX_WORD_CHARACTERS = 200
 #: Maximum length of a text that is spoken in parts.
 MAX_LONG_CHARACTERS = 200_000
 #: Seconds of silence between two parts of a text, within a paragraph and between paragraphs.
-SENTENCE_PAUSE, PARAGRAPH_PAUSE = 0.4, 0.8
+SENTENCE_PAUSE = 0.4
+PARAGRAPH_PAUSE = 0.8
 _PARAGRAPH_END = re.compile(r"\n[ \t\r]*\n")
 
 #: A piece of text, and whether it ends its unit or passage.
@@ -107,7 +108,9 @@ class TextUnits:
 
     def _end_at(self, end: int) -> list[Piece]:
         rest = self._text[self._given : end]
-        self._text, self._given, self._sentence = self._text[end:].lstrip(), 0, 0
+        self._text = self._text[end:].lstrip()
+        self._given = 0
+        self._sentence = 0
         return [(rest if self._by_word else rest.strip(), True)] if end else []
 
     def _passage_end(self, text: str) -> int | None:

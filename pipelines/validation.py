@@ -38,7 +38,8 @@ OPENAI_VOICES = (
     "shimmer",
     "verse",
 )
-_TINY, _HUGE = math.nextafter(0, 1), sys.float_info.max
+_TINY = math.nextafter(0, 1)
+_HUGE = sys.float_info.max
 #: Minimum and maximum of each setting, and their description in the error.
 _RANGES = {
     "seed": (0, 2**63 - 1, "a whole number from 0 to 2**63 - 1"),
@@ -50,7 +51,8 @@ _RANGES = {
 }
 #: Bounds of temperatures, penalties and scales within which float32 stays finite. Values beyond them would
 #: have the same effect, but also harm other requests of the batch.
-_MIN_SETTING, _MAX_SETTING = 1e-4, 1e4
+_MIN_SETTING = 1e-4
+_MAX_SETTING = 1e4
 #: A larger top_k is clamped to this.
 MAX_TOP_K = 2**31 - 1
 #: Tolerance in frames: seconds that are whole frames must not be rounded up.
@@ -131,7 +133,8 @@ def speech_task(
     text, audio, system = _contents(messages, capabilities)
     if len(text) > capabilities.max_text_characters:
         raise too_long(text, capabilities)
-    voice, language = generation.voice, generation.language
+    voice = generation.voice
+    language = generation.language
     instruct = generation.instruct
     if instruct is None and capabilities.instruct:
         instruct = system

@@ -19,7 +19,8 @@ _UNSPACED = rf"(?:(?<!\S)['\"])?[{_OPENERS}]*{_LETTER}"
 # A stacked consonant follows its sign.
 _AFTER = rf"(?:[\u1039\u17d2]{_LETTER}|[{_FOLLOWERS}]|[^\w\s{_OPENERS}])*"
 _WORD = re.compile(rf"{_UNSPACED}{_AFTER}|(?:(?!{_UNSPACED})\S)+")
-_BEGINS, _ENDS = re.compile(_UNSPACED), re.compile(rf"{_LETTER}{_AFTER}\Z")
+_BEGINS = re.compile(_UNSPACED)
+_ENDS = re.compile(rf"{_LETTER}{_AFTER}\Z")
 
 
 def words_of(text: str) -> list[str]:

@@ -10,7 +10,8 @@ from itertools import accumulate
 #: Lengths are padded to a multiple of this, which bounds the number of shapes.
 LENGTH_STEP = 8
 #: The minimum cost of a batch, and the additional cost of every batch, in frames.
-MIN_FRAMES, BATCH_COST = 600, 100
+MIN_FRAMES = 600
+BATCH_COST = 100
 #: The cost of a padded frame for kernels that skip positions after the end of a row: only the layers before
 #: the convolutions compute it.
 PADDING_COST = 0.1
@@ -56,9 +57,11 @@ def cheapest_batches(
     frames = [0, *accumulate(lengths[i] for i in order)]
     # For the first `end` utterances: the lowest cost, and where their last batch begins. With hundreds of
     # utterances this takes milliseconds, so the inner loop calls no function.
-    costs, begins = [0.0], [0]
+    costs = [0.0]
+    begins = [0]
     for end in range(1, len(order) + 1):
-        least, first = math.inf, end - 1
+        least = math.inf
+        first = end - 1
         for begin in range(end - 1, -1, -1):
             rows = end - begin
             if rows > limits[begin]:
@@ -67,7 +70,8 @@ def cheapest_batches(
             own = real + shares[begin] * (rows * widths[begin] - real)
             cost = costs[begin] + (own if own > MIN_FRAMES else MIN_FRAMES)
             if cost <= least:
-                least, first = cost, begin
+                least = cost
+                first = begin
         costs.append(least + BATCH_COST)
         begins.append(first)
     batches: list[list[int]] = []

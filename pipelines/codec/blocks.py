@@ -22,8 +22,10 @@ from kernels.layers import rms_norm, swiglu
 from pipelines.nn.checkpoint import Loader, StackWeights
 from pipelines.nn.config_keys import StackShape
 
-CONVNEXT_KERNEL, CONVNEXT_EPS = 7, 1e-6
-RESIDUAL_KERNEL, RESIDUAL_DILATIONS = 7, (1, 3, 9)
+CONVNEXT_KERNEL = 7
+CONVNEXT_EPS = 1e-6
+RESIDUAL_KERNEL = 7
+RESIDUAL_DILATIONS = (1, 3, 9)
 #: Kernel size of the first and the last convolution of a `ConvStack`.
 STACK_KERNEL = 7
 
@@ -95,7 +97,9 @@ class Past:
     def swap(self, span: StateSpan, x: Tensor) -> Tensor:
         """Returns the span.steps inputs before x [B, T, C] as [B, span.steps, C]. Stores the inputs that come
         before the next chunk: the last span.steps, up to the end of x."""
-        steps, history, kept = x.shape[1], span.of(self.before), span.of(self.after)
+        steps = x.shape[1]
+        history = span.of(self.before)
+        kept = span.of(self.after)
         if steps >= span.steps:
             kept.copy_(x[:, steps - span.steps :])
         else:
@@ -193,7 +197,8 @@ class ResidualUnit:
 
     def __init__(self, load: BlockLoader, layout: StateLayout, channels: int, dilation: int) -> None:
         first, wide, second, narrow = (load.at(name) for name in load.unit_names)
-        self.first, self.second = first.snake(channels), second.snake(channels)
+        self.first = first.snake(channels)
+        self.second = second.snake(channels)
         self.wide = wide.kernel(channels, channels, RESIDUAL_KERNEL), wide("bias", channels)
         self.narrow = narrow.kernel(channels, channels, 1).squeeze(2), narrow("bias", channels)
         self.dilation = dilation
@@ -290,7 +295,9 @@ def window_masks(
     steps before them if `with_past`. Key j is seen by query i if i - window < j <= i and j >= 0. A mask is
     bool; on a GPU it has numbers of type `dtype` that are added, so that it is not converted in every layer.
     """
-    keys, earlier, steps = positions, 0, positions.shape[1]
+    keys = positions
+    earlier = 0
+    steps = positions.shape[1]
     if with_past:
         earlier = window - 1
         keys = torch.cat(
@@ -315,7 +322,8 @@ class TransformerLayer:
     def __init__(
         self, load: BlockLoader, layout: StateLayout, weights: Layer, shape: StackShape, window: int
     ) -> None:
-        self.weights, self.shape = weights, shape
+        self.weights = weights
+        self.shape = shape
         self.attention_scale, self.mlp_scale = (load(name, shape.hidden) for name in load.scale_names)
         self.span = layout.add(window - 1, 2 * shape.kv_width)
 
@@ -328,11 +336,14 @@ class TransformerLayer:
         past: Past | None,
     ) -> Tensor:
         """x: [B, T, dim] -> [B, T, dim]; cosine, sine: [B, 1, T, head_dim]; `masks`: see `window_masks`."""
-        weights, shape, split = self.weights, self.shape, (-1, self.shape.head_dim)
+        weights = self.weights
+        shape = self.shape
+        split = (-1, self.shape.head_dim)
         projected = linear(rms_norm(x, weights.input_norm, shape.eps), weights.qkv)
         heads = projected.unflatten(-1, split).transpose(1, 2)
         query, key, value = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
-        query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
+        query = rotate(query, cosine, sine)
+        key = rotate(key, cosine, sine)
         if past is not None:
             pairs = torch.cat((key.transpose(1, 2), value.transpose(1, 2)), dim=2).flatten(2)
             pairs = torch.cat((past.swap(self.span, pairs), pairs), dim=1)
@@ -372,11 +383,14 @@ class WindowTransformer:
             TransformerLayer(load.at(f"layers.{i}."), layout, layer, shape, window)
             for i, layer in enumerate(stack.layers)
         ]
-        self.norm, self.eps, self.window = stack.norm, shape.eps, window
+        self.norm = stack.norm
+        self.eps = shape.eps
+        self.window = window
         exponents = (
             torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=load.device) / shape.head_dim
         )
-        self._frequencies, self._rounded = frequencies(exponents), rounded
+        self._frequencies = frequencies(exponents)
+        self._rounded = rounded
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
         offsets = torch.arange(x.shape[1], device=x.device)[None]

@@ -37,10 +37,12 @@ from pipelines.errors import ErrorCode, SynthesisError
 #: multiples of 16, and tiles depend on the number of frames.
 _WARM_BATCHES = ((3, 56), (3, 48), (3, 104), (3, 112), (16, 56), (16, 104), (16, 112))
 #: Maximum frames of one row of a pass, and of all its rows; they bound its memory.
-PASS_FRAMES, BATCH_FRAMES = 512, 4096
+PASS_FRAMES = 512
+BATCH_FRAMES = 4096
 #: The frames of codes whose states are made together are padded to a multiple of this; (rows, frames) of the
 #: batches of a server's first requests.
-STATE_FRAMES, _WARM_STATES = 64, tuple(product((1, 2, 4), (64, 128)))
+STATE_FRAMES = 64
+_WARM_STATES = tuple(product((1, 2, 4), (64, 128)))
 #: States that keep the values that were made from their codes.
 KEPT_STATES = 64
 #: Codes, the values of the state after them, and the event of the write.
@@ -172,7 +174,8 @@ class CausalDecoder(Decoder):
         the same."""
         waves: list[Tensor] = []
         for taken, filled in pieces(len(codes), last):
-            part, codes = codes[:taken], codes[taken:]
+            part = codes[:taken]
+            codes = codes[taken:]
             (wave,) = self.decode_chunk([state], [pad(part, (0, 0, 0, filled - taken))])
             waves.append(wave[: taken * self.samples_per_frame])
         return pinned(waves) if self.device.type == "cuda" else [wave.numpy() for wave in waves]
@@ -245,7 +248,8 @@ class CausalDecoder(Decoder):
                 ]
                 written = WriteEvent(self.device) if self.device.type == "cuda" else None
                 for row, i in enumerate(indices):
-                    states[i].values, states[i].written = kept[row], written
+                    states[i].values = kept[row]
+                    states[i].written = written
                     states[i].frames += frames
                     waves[i] = decoded[row]
         return waves
@@ -259,7 +263,8 @@ class CausalDecoder(Decoder):
         raise NotImplementedError
 
     def _check(self, codes: Sequence[Tensor]) -> None:
-        width, largest = self._codes_per_frame, self._largest_code
+        width = self._codes_per_frame
+        largest = self._largest_code
         for item in codes:
             if item.dim() != 2 or item.shape[1] != width or item.is_floating_point():
                 raise SynthesisError(
@@ -272,7 +277,8 @@ class CausalDecoder(Decoder):
         if not on_host:
             return
         together = on_host[0] if len(on_host) == 1 else torch.cat(on_host)
-        low, high = int(together.min()), int(together.max())
+        low = int(together.min())
+        high = int(together.max())
         if low < 0 or (largest is not None and high > largest):
             bounds = "codes start at 0" if largest is None else f"its codebooks hold 0 to {largest}"
             raise SynthesisError(
@@ -347,7 +353,8 @@ class CausalDecoder(Decoder):
         """`_after` for codes of at least `reach` frames on a CUDA device. A batch is one graph launch, on a
         stream of its own: several hundred launches would be far slower than what they launch."""
         ends = [len(item) for item in codes]
-        frames, rows = -(-max(ends) // STATE_FRAMES) * STATE_FRAMES, 1 << (len(codes) - 1).bit_length()
+        frames = -(-max(ends) // STATE_FRAMES) * STATE_FRAMES
+        rows = 1 << (len(codes) - 1).bit_length()
         batch = self._batch(codes, frames, rows)
         filled = torch.tensor(ends + ends[:1] * (len(batch) - len(ends)))
         inputs = batch, to_device(filled, self.device)

@@ -40,7 +40,8 @@ def mel_filters(bins: int, bands: int, lowest: float, highest: float, sample_rat
 
     places = np.linspace(mels(lowest), mels(highest), bands + 2)
     hz = np.where(places < 15, 200 * places / 3, 1000 * np.exp(step * (places - 15)))
-    slopes, widths = hz - np.linspace(0, sample_rate // 2, bins)[:, None], np.diff(hz)
+    slopes = hz - np.linspace(0, sample_rate // 2, bins)[:, None]
+    widths = np.diff(hz)
     filters = np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]).clip(min=0)
     return torch.from_numpy(filters * (2 / (hz[2:] - hz[:-2]))).float()
 
@@ -88,7 +89,8 @@ class BatchEncoder:
 
     @torch.inference_mode()
     def run(self, items: Sequence[tuple[Encoding, Row]]) -> Sequence[Tensor]:
-        encoding, rows = items[0][0], [row for _, row in items]
+        encoding = items[0][0]
+        rows = [row for _, row in items]
         if (graphs := self.graphs) is None:
             return [encoding.encode(torch.from_numpy(row)[None], None)[0] for row in rows]
         width = encoding.bucket(len(rows[0]))

@@ -68,7 +68,8 @@ class Reader(NamedTuple):
     def buffer(self, like: Tensor, steps: int, past: Past | None) -> tuple[Tensor, int, int]:
         """An input of so many steps that are still to be written, [B, lead + steps, channels], its lead, and the
         number of values before its first step."""
-        channels, margin = len(self.snake.gain), self.margin
+        channels = len(self.snake.gain)
+        margin = self.margin
         if past is None or self.span is None:
             return margined(like, steps, channels, margin), 2 * margin, margin * channels
         lead = self.span.steps
@@ -90,8 +91,11 @@ class FusedUnit:
     def __init__(self, wide: Linear, narrow: Linear, dilation: int, inner: Snake, after: Reader) -> None:
         """`wide`: weight [C, C, taps] and bias of the dilated convolution; `narrow`: weight [C, C] and bias; both
         with the output channel first. `inner`: the snake between them."""
-        (weight1, bias1), (weight2, bias2) = wide, narrow
-        self._dilation, self._inner, self.after = dilation, inner, after
+        weight1, bias1 = wide
+        weight2, bias2 = narrow
+        self._dilation = dilation
+        self._inner = inner
+        self.after = after
         self._taps = weight1.shape[2]
         self._whole = len(bias1) <= WIDEST_UNIT
         self._first = tap_major(weight1), bias1.float()
@@ -127,9 +131,11 @@ class FusedBlock:
     def __init__(self, up: Linear, rate: int, units: Sequence[UnitParts], readers: Sequence[Reader]) -> None:
         """`up`: weight [taps * Cin, rate * Cout] and bias [Cout]; `readers`: one of each unit's input, and the one
         of the result."""
-        self.rate, self._first = rate, readers[0]
+        self.rate = rate
+        self._first = readers[0]
         # Each step of the transposed convolution becomes `rate` steps of the first unit.
-        self._weight, self._bias = up[0], up[1].float().repeat(rate)
+        self._weight = up[0]
+        self._bias = up[1].float().repeat(rate)
         self._snake = [values.repeat(rate) for values in self._first.snake]
         self._units = [FusedUnit(*parts, after) for parts, after in zip(units, readers[1:])]
         # Only a causal op never reads what follows the end of a row.
@@ -140,15 +146,18 @@ class FusedBlock:
     ) -> tuple[Tensor, int]:
         """Activated [B, lead + T, Cin] -> the next op's activated input and its lead (the steps in it that are not
         new); `before`, `ends`: where the rows end in the block's input and its output."""
-        steps, reader = (a.shape[1] - lead) * self.rate, self._first
+        steps = (a.shape[1] - lead) * self.rate
+        reader = self._first
         x = a.new_empty(len(a), steps, len(reader.snake.gain))
         following, ahead, offset = reader.buffer(a, steps, past)
-        taps, into = len(self._weight) // a.shape[2], (x, following, offset, *self._snake)
+        taps = len(self._weight) // a.shape[2]
+        into = (x, following, offset, *self._snake)
         _ops.codec_active_conv(
             a, lead, self._weight, self._bias, taps, 1, None, *into, ends=before, open_ends=self._open_ends
         )
         for unit in self._units:
-            a, lead = reader.settle(following, past), ahead
+            a = reader.settle(following, past)
+            lead = ahead
             reader = unit.after
             following, ahead, offset = reader.buffer(a, steps, past)
             raw = None if unit is self._units[-1] else torch.empty_like(x)
@@ -170,7 +179,8 @@ class FusedStack:
     skips_padding = True
 
     def __init__(self, stack: ConvStack) -> None:
-        stem, head = stack.stem, stack.head
+        stem = stack.stem
+        head = stack.head
         self._stem_span = stem.span
         self._stem = tap_major(stem.weight), stem.bias.float(), stem.weight.shape[2], 1, None
         readers = [Reader(part.snake, part.span) for part in stack.blocks] + [Reader(stack.snake, head.span)]
@@ -188,7 +198,8 @@ class FusedStack:
     def __call__(self, x: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
         """`lengths`: the number of samples that are needed of each row. Later samples are undefined, since
         their tiles are skipped."""
-        lead, ends = 0, self._ends(lengths, x.device)
+        lead = 0
+        ends = self._ends(lengths, x.device)
         if past is not None:
             lead = self._stem_span.steps
             x = torch.cat((past.swap(self._stem_span, x), x), dim=1)
@@ -261,8 +272,11 @@ class _Layer:
     and layer scales are folded into the products."""
 
     def __init__(self, layer: TransformerLayer, window: int) -> None:
-        weights, dtype, shape = layer.weights, layer.weights.qkv.dtype, layer.shape
-        self._eps, self._span = shape.eps, layer.span
+        weights = layer.weights
+        dtype = layer.weights.qkv.dtype
+        shape = layer.shape
+        self._eps = shape.eps
+        self._span = layer.span
         self._sizes = shape.heads, shape.kv_heads, window
         self._qkv = _packed(weights.qkv.float() * weights.input_norm.float(), dtype)
         self._out = _packed(layer.attention_scale.float()[:, None] * weights.o.float(), dtype)
@@ -274,7 +288,9 @@ class _Layer:
         before = kept = positions = None
         if past is not None:
             at = self._span.at
-            before, kept, positions = past.before[:, at], past.after[:, at], past.positions
+            before = past.before[:, at]
+            kept = past.after[:, at]
+            positions = past.positions
         qkv = _ops.codec_product(x, self._qkv, None, None, self._eps, PLAIN)
         attended = _ops.codec_window_attention(qkv, before, kept, positions, cosine, sine, *self._sizes)
         x = _ops.codec_product(attended, self._out, None, x, None, PLAIN)
@@ -286,14 +302,19 @@ class _ConvNeXt:
     """A ConvNeXt block: convolution and norm, wide product, narrow product."""
 
     def __init__(self, block: ConvNeXt) -> None:
-        conv, gamma, dtype = block.depthwise, block.gamma.float(), block.gamma.dtype
+        conv = block.depthwise
+        gamma = block.gamma.float()
+        dtype = block.gamma.dtype
         norm, norm_bias = (values.float() for values in block.norm)
         wide, wide_bias = (values.float() for values in block.wide)
         narrow, narrow_bias = (values.float() for values in block.narrow)
-        self._span, self._taps = conv.span, conv.weight[:, 0].T.float().contiguous()
+        self._span = conv.span
+        self._taps = conv.weight[:, 0].T.float().contiguous()
         self._bias = conv.bias.float()
-        self._wide, self._wide_bias = _packed(wide * norm, dtype), wide_bias + wide @ norm_bias
-        self._narrow, self._narrow_bias = _packed(gamma[:, None] * narrow, dtype), gamma * narrow_bias
+        self._wide = _packed(wide * norm, dtype)
+        self._wide_bias = wide_bias + wide @ norm_bias
+        self._narrow = _packed(gamma[:, None] * narrow, dtype)
+        self._narrow_bias = gamma * narrow_bias
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
         history = None if past is None else past.swap(self._span, x)
@@ -322,12 +343,16 @@ class FusedFront:
         `exit_`, and at least one upsampling."""
         if conv.weight.is_cuda and codec_kernels():
             import_module("kernels.codec_front_triton")
-        dtype, (into, into_bias), (out, out_bias) = conv.weight.dtype, entry, exit_
-        self._conv_span, self._conv_taps = conv.span, conv.weight.shape[2]
+        dtype = conv.weight.dtype
+        into, into_bias = entry
+        out, out_bias = exit_
+        self._conv_span = conv.span
+        self._conv_taps = conv.weight.shape[2]
         self._conv = tap_major(torch.einsum("hl,ldk->hdk", into.float(), conv.weight.float())).to(dtype)
         self._conv_bias = into.float() @ conv.bias.float() + into_bias.float()
         self._layers = [_Layer(layer, transformer.window) for layer in transformer.layers]
-        self._eps, self._rotary = transformer.eps, transformer.rotary
+        self._eps = transformer.eps
+        self._rotary = transformer.rotary
         first = upsample[0]
         wide = first.weight.float()
         exits = (
@@ -340,9 +365,12 @@ class FusedFront:
         ]
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
-        steps, lead, positions = x.shape[1], 0, torch.arange(x.shape[1], device=x.device)[None]
+        steps = x.shape[1]
+        lead = 0
+        positions = torch.arange(x.shape[1], device=x.device)[None]
         if past is not None:
-            lead, positions = self._conv_span.steps, past.positions[:, None] + positions
+            lead = self._conv_span.steps
+            positions = past.positions[:, None] + positions
             x = torch.cat((past.swap(self._conv_span, x), x), dim=1)
         hidden = x.new_empty(len(x), steps, len(self._conv_bias))
         _ops.codec_active_conv(

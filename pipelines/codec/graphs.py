@@ -30,7 +30,8 @@ Run = Callable[[Tensor, Past], Tensor]
 _BUFFERS = 4
 #: Device memory of a launch: bytes for each sample of a row (measured), and number of copies of a row's state
 #: (before, after, one layer's part).
-_SAMPLE_BYTES, _STATE_COPIES = 700, 3
+_SAMPLE_BYTES = 700
+_STATE_COPIES = 3
 
 #: Numbers of streams and frames that graphs are captured for. Smaller batches are padded with an unused row.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -69,7 +70,9 @@ class ChunkGraphs:
         `rows`: the numbers of rows that a launch can have, ascending, for each number of frames. Smaller
         launches are padded with an unused row.
         """
-        self._run, self._shape, self._rows = run, shape, rows
+        self._run = run
+        self._shape = shape
+        self._rows = rows
         self._on_gpu = shape.device.type == "cuda"
         self._stream = torch.cuda.Stream(shape.device, priority=priority) if self._on_gpu else None
         self._pool = GraphPool()
@@ -128,11 +131,13 @@ class ChunkGraphs:
     ) -> tuple[Buffer, list[Samples]]:
         """Starts one launch for chunks of up to `frames` frames. Returns its buffer, and for each chunk the
         part of the buffer that receives its samples."""
-        graphs, count = self.graphs[frames], len(states)
+        graphs = self.graphs[frames]
+        count = len(states)
         # Without memory for a graph, it is launched op by op.
         rows = graphs.choose(count, partial(self._captured, frames)) or bucket_of(count, graphs.sizes)
         buffer = self.buffers.popleft() if self.buffers else self._buffer()
-        used, each = self._inputs_of(rows, frames), self._shape.samples_per_frame
+        used = self._inputs_of(rows, frames)
+        each = self._shape.samples_per_frame
         self._pack(buffer.inputs.numpy()[:used], rows, frames, states, codes)
         self._on_device.inputs[:used].copy_(buffer.inputs[:used], non_blocking=True)
         graphs.captured.get(rows, partial(self._work, rows, frames))()
@@ -273,8 +278,11 @@ class UtteranceGraphs(ChunkGraphs):
             (rows,) if fixed else tuple(sorted({max(rows >> halved, 1) for halved in range(_HALVINGS + 1)}))
         )
         super().__init__(run, shape, rows, {frames: counts})
-        self.rows, self.frames, self.samples_per_frame = rows, frames, shape.samples_per_frame
-        self._check, self._make_values = check, make_values
+        self.rows = rows
+        self.frames = frames
+        self.samples_per_frame = shape.samples_per_frame
+        self._check = check
+        self._make_values = make_values
 
     @torch.inference_mode()
     def enter(self, codes: Tensor, start: CodecState | None) -> CodecState | None:

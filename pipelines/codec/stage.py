@@ -137,7 +137,8 @@ class Lane:
     _priority = 0
 
     def __init__(self, device: torch.device | None = None, gathering: Gathering = _NO_GATHERING) -> None:
-        self._device, self.gathering = device, gathering
+        self._device = device
+        self.gathering = gathering
         on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=self._priority) if on_gpu else None
         #: Jobs that are not started, in the order of arrival.
@@ -285,7 +286,8 @@ class StreamLane(Lane):
     _priority = CHUNK_PRIORITY
 
     def __init__(self, decoder: Decoder, max_rows: int = 64, device: torch.device | None = None) -> None:
-        self._decoder, self._max_rows = decoder, max_rows
+        self._decoder = decoder
+        self._max_rows = max_rows
         super().__init__(device)
 
     def _take(self) -> list[Job]:
@@ -332,7 +334,8 @@ class UtteranceLane(Lane):
         device: torch.device | None = None,
         gathering: Gathering = _NO_GATHERING,
     ) -> None:
-        self._decoder, self._max_batch = decoder, max_batch
+        self._decoder = decoder
+        self._max_batch = max_batch
         self._send = Sender() if device is not None and device.type == "cuda" else sent
         super().__init__(device, gathering)
 
@@ -342,7 +345,8 @@ class UtteranceLane(Lane):
 
     def _take(self) -> list[Job]:
         """Removes the oldest utterances, up to a full batch."""
-        full, small = self.gathering.frames, self.gathering.beside_streams()
+        full = self.gathering.frames
+        small = self.gathering.beside_streams()
         batch: list[Job] = []
         frames = 0
         while self._waiting and len(batch) < self._max_batch and frames < full:
@@ -369,7 +373,8 @@ class ContinuousLane(Lane):
     def __init__(
         self, steps: UtteranceGraphs, device: torch.device | None = None, gathering: Gathering = _NO_GATHERING
     ) -> None:
-        self._steps, self._last_start = steps, 0.0
+        self._steps = steps
+        self._last_start = 0.0
         super().__init__(device, gathering)
 
     def _gather_seconds(self, now: float) -> float:
@@ -396,7 +401,8 @@ class ContinuousLane(Lane):
         """Gives these jobs rows and starts a step. A step that fails loses the states of all its jobs."""
         for job in group:
             self._join(job)
-        inside, frames = self._inside, self._steps.frames
+        inside = self._inside
+        frames = self._steps.frames
         if not inside:
             return []
         parts = [job.codes[job.started : job.started + frames] for job in inside]

@@ -128,7 +128,10 @@ class CodecState:
             return False
         if (values := self._readable_values()) is not None:
             arena.values[row.number].copy_(values)
-        self.row, self.values, self.codes, self.written = row, None, None, None
+        self.row = row
+        self.values = None
+        self.codes = None
+        self.written = None
         if self.closed:  # another thread closed the state before it had the row
             row.release()
         return True

@@ -91,8 +91,10 @@ class Sender:
         """Like `sent`."""
         if not any(wave.is_cuda and len(wave) for wave in waves):
             return sent(waves)
-        device, lengths = waves[0].device, [len(wave) for wave in waves]
-        current, total = torch.cuda.current_stream(device), sum(lengths)
+        device = waves[0].device
+        lengths = [len(wave) for wave in waves]
+        current = torch.cuda.current_stream(device)
+        total = sum(lengths)
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         if self._over is not None:

@@ -127,7 +127,8 @@ class EngineCore:
         for utterance in self.scheduler.find(request):
             if not utterance.text_open:
                 continue
-            known, more = len(utterance.trailing), np.asarray(ids, np.int64)
+            known = len(utterance.trailing)
+            more = np.asarray(ids, np.int64)
             utterance.trailing = np.concatenate((utterance.trailing, more))
             utterance.text_open = not final
             if len(more):
@@ -146,7 +147,8 @@ class EngineCore:
 
         Without `batch` only streams run. While a stream is alive, a turn has one frame, which is read at once.
         """
-        began, streams = self._clock(), self.has_streams
+        began = self._clock()
+        streams = self.has_streams
         try:
             if streams:
                 turn, prefilled = self._stream_turn(batch)
@@ -223,7 +225,8 @@ class EngineCore:
                 )
         placements: list[Placement] = []
         for utterance, embeddings in zip(admitted, found, strict=True):
-            request, last = utterance.request, utterance.last
+            request = utterance.request
+            last = utterance.last
             try:
                 if embeddings is None:
                     embeddings = self.executor.embed(request.prompt)
@@ -253,7 +256,8 @@ class EngineCore:
         runs: list[PrefillRun] = []
         for utterance, count in chunks:
             assert utterance.embeddings is not None, "they are kept until the prompt is prefilled"
-            start, end = utterance.prefilled, utterance.prefilled + count
+            start = utterance.prefilled
+            end = utterance.prefilled + count
             runs.append(PrefillRun(utterance.slot, start, utterance.embeddings[start:end]))
             utterance.prefilled = end
             if end == utterance.last:
@@ -299,7 +303,8 @@ class EngineCore:
 
     def _read(self, turn: _Turn) -> None:
         result = turn.pending()
-        flagged, count = set(np.flatnonzero(result.flags.any(axis=0)).tolist()), turn.frames
+        flagged = set(np.flatnonzero(result.flags.any(axis=0)).tolist())
+        count = turn.frames
         # One array has both, so that rows are cut and kept once.
         own = result.log_probabilities.astype(np.float64).view(np.int64)[:, :, None]
         made = np.concatenate((result.codes, own), axis=2)
@@ -337,7 +342,8 @@ class EngineCore:
         room = utterance.request.max_tokens - utterance.made
         finish: Finish | None = None
         if len(codes) >= room:
-            codes, finish = codes[: room - 1], "length"
+            codes = codes[: room - 1]
+            finish = "length"
         if flags is not None:
             flag = int((flags[:room] != 0).argmax())
             if flags[flag] & NOT_FINITE:
@@ -352,7 +358,8 @@ class EngineCore:
                 )
                 return
             if flags[flag] & ENDED:
-                codes, finish = codes[:flag], "eos"
+                codes = codes[:flag]
+                finish = "eos"
         if len(codes):
             utterance.parts.append(codes)
             utterance.made += len(codes)

@@ -54,7 +54,8 @@ class Engine:
     ) -> None:
         """`codec`: how the codec differs from the default, for `info`."""
         self.core = EngineCore(executor, options)
-        self._device, self._dtype = device_name(executor.kv.k.device), type_name(executor.kv.k.dtype)
+        self._device = device_name(executor.kv.k.device)
+        self._dtype = type_name(executor.kv.k.dtype)
         #: New requests, the number of whole utterances among them, and calls for earlier requests, such as
         #: more text or a cancellation.
         self._arrived: list[tuple[GenerationRequest, FrameReceiver]] = []
@@ -106,7 +107,8 @@ class Engine:
     @property
     def info(self) -> EngineInfo:
         """The engine's sizes and executor, which can change while it runs."""
-        executor, options = self.core.executor, self.core.options
+        executor = self.core.executor
+        options = self.core.options
         packed = ", packed prefill" if executor.packed else ""
         return EngineInfo(
             slots=options.slots,
@@ -123,7 +125,8 @@ class Engine:
         )
 
     def stats(self, audio_seconds: float = 0.0) -> EngineStats:
-        scheduler, slots = self.core.scheduler, self.core.options.slots
+        scheduler = self.core.scheduler
+        slots = self.core.options.slots
         running = len(scheduler.running)
         with self._wake:
             waiting = self._waiting + len(scheduler.waiting_streams) + len(self._arrived)
@@ -159,7 +162,8 @@ class Engine:
                 continue
         self.core.fail_all(engine_closed())
         with self._wake:
-            left, self._arrived = self._arrived, []
+            left = self._arrived
+            self._arrived = []
         for _, receiver in left:
             receiver.failed(engine_closed())
 
@@ -180,8 +184,10 @@ class Engine:
                 self._wake.wait(_REST_SECONDS)
             if self.closing:
                 return False
-            arrived, calls = self._arrived, self._calls
-            self._arrived, self._calls = [], []
+            arrived = self._arrived
+            calls = self._calls
+            self._arrived = []
+            self._calls = []
             self._waiting += self._arrived_whole
             self._arrived_whole = 0
         if idle and not (arrived or calls):
@@ -235,7 +241,9 @@ class NativeHost:
         self._codes = {int(token): code for code, token in enumerate(ids.tolist())}
         self._prefixes = prefixes
         self._codebooks = codebooks
-        self.close, self.cancel, self.stats = engine.close, engine.cancel, engine.stats
+        self.close = engine.close
+        self.cancel = engine.cancel
+        self.stats = engine.stats
 
     @property
     def info(self) -> EngineInfo:
@@ -283,7 +291,9 @@ class _Receiver:
     """Converts the frames of a request to tokens for a receiver."""
 
     def __init__(self, receiver: Receiver, host: NativeHost, max_tokens: int) -> None:
-        self._receiver, self._tokens_of, self._max_tokens = receiver, host.tokens_of, max_tokens
+        self._receiver = receiver
+        self._tokens_of = host.tokens_of
+        self._max_tokens = max_tokens
         self._passed = 0
         self.failed = receiver.failed
 

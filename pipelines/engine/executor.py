@@ -127,7 +127,8 @@ class FrameModel:
     def prefill(self, runs: Sequence[PrefillRun], state: SlotState, kv: PagedKV) -> None:
         """Writes keys and values of packed runs of prompt positions; computes nothing after the last layer's
         keys and values."""
-        counts, starts = [len(run.embeddings) for run in runs], [run.start for run in runs]
+        counts = [len(run.embeddings) for run in runs]
+        starts = [run.start for run in runs]
         owner = np.repeat(np.arange(len(runs)), counts)
         places = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts)])
         slots = to_device(torch.tensor([run.slot for run in runs]), self.device)
@@ -154,7 +155,8 @@ class FrameModel:
 
         `forced` [n, codebooks] replaces the drawn codes wherever they are fed back.
         """
-        tensors, length = self.tensors, settings.max_length
+        tensors = self.tensors
+        length = settings.max_length
         hidden = backbone_step(tensors.backbone, state.tensors, kv.k, kv.v, rows, length)
         return draw_frame(tensors, state.tensors, rows, hidden, settings.first, settings.residual, forced)
 
@@ -265,7 +267,8 @@ class EagerExecutor(FrameExecutor):
         codes = torch.stack([output.codes for output in outputs]).view(count, -1, self._model.codebooks)
         flags = torch.stack([output.flags for output in outputs]).view(count, -1)
         own = torch.stack([output.log_probabilities for output in outputs]).view(count, -1)
-        made, event = [each[:, : len(slots)] for each in (codes, flags, own)], None
+        made = [each[:, : len(slots)] for each in (codes, flags, own)]
+        event = None
         if not self._on_cpu:
             made = [
                 torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True)

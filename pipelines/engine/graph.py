@@ -73,7 +73,8 @@ class GraphExecutor(FrameExecutor):
         self._running: list[int] = []
         priority = FRAME_PRIORITY if first_on_device else 0
         # A graph keeps the priority of the stream on which it was captured.
-        self.pool, self.capture_stream = GraphPool(), torch.cuda.Stream(model.device, priority=priority)
+        self.pool = GraphPool()
+        self.capture_stream = torch.cuda.Stream(model.device, priority=priority)
         self.stream = torch.cuda.Stream(model.device, priority=priority) if first_on_device else None
         self.packed = not reproducible
         self.prefills = prefills_of(self, packed_sizes(sizes.slots))
@@ -153,7 +154,9 @@ class GraphExecutor(FrameExecutor):
     def _capture(self, bucket: int) -> tuple[torch.cuda.CUDAGraph, FusedFrame]:
         """Captures one frame of the dead slot, which no frame changes."""
         self._write_rows([self.state.dead] * bucket)
-        rows, codes, flags = self._rows[:bucket], self._codes[:bucket], self._flags[:bucket]
+        rows = self._rows[:bucket]
+        codes = self._codes[:bucket]
+        flags = self._flags[:bucket]
         frame = self._new_frame(bucket)
         frame.log_probabilities = self._log_probabilities
         return capture(lambda: frame.run(rows, codes, flags), self.pool, self.capture_stream), frame
@@ -168,8 +171,11 @@ def prefills_of(executor: GraphExecutor, sizes: Sequence[int]) -> PackedPrefills
     """Makes the prefills of an executor; `sizes`: the numbers of positions that a row of packed prompts can
     have. The prefills refer only to parts of the executor: a reference to the executor itself would be a
     cycle."""
-    stack, state, cache = executor.tensors.backbone, executor.state, executor.kv
-    pool, stream = executor.pool, executor.capture_stream
+    stack = executor.tensors.backbone
+    state = executor.state
+    cache = executor.kv
+    pool = executor.pool
+    stream = executor.capture_stream
 
     def replayed(work: Callable[[], None]) -> Callable[[], None]:
         return capture(work, pool, stream).replay

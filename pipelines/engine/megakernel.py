@@ -88,7 +88,8 @@ class MegakernelExecutor(GraphExecutor):
         if self._predictor is None:
             # The weights in the kernels' layout; both or none, if there is no memory for the talker.
             talker = None if talker_config(self.tensors) is None else Talker(self.tensors)
-            self._predictor, self._talker = Predictor(self.tensors), talker
+            self._predictor = Predictor(self.tensors)
+            self._talker = talker
         plan = plan_for(bucket, self.tensors.backbone.hidden)
         return PersistentFrame(
             PredictorRun(self._predictor, bucket),
@@ -107,4 +108,7 @@ class MegakernelExecutor(GraphExecutor):
         return not self._plain
 
     def _turn_plain(self) -> None:
-        self._plain, self._predictor, self._talker, self.name = True, None, None, GraphExecutor.name
+        self._plain = True
+        self._predictor = None
+        self._talker = None
+        self.name = GraphExecutor.name

@@ -38,14 +38,16 @@ Stack = StackConfig | StackTensors
 
 #: Names of executors.
 ExecutorKind = Literal["auto", "eager", "graph", "megakernel"]
-_CPU_SLOTS, _CPU_KV_BYTES = 32, 1 << 30
+_CPU_SLOTS = 32
+_CPU_KV_BYTES = 1 << 30
 #: Minimum positions of a sequence; fewer have no room for a prompt and a second of speech.
 _MIN_CONTEXT = 64
 #: `EngineOptions.admit_turns` on a GPU.
 _ADMIT_TURNS = 4
 #: Frames of a turn on a GPU: with up to 512 slots, and with more, when one frame takes longer than the host's
 #: work.
-_FRAMES_PER_TURN, _WIDE_FRAMES_PER_TURN = 2, 1
+_FRAMES_PER_TURN = 2
+_WIDE_FRAMES_PER_TURN = 1
 #: Prompt positions that a turn prefills for each slot, if there are more than 512 slots.
 _WIDE_PREFILL = 12
 #: Number of slots for each spare slot, if there are 512 slots or more. So there are more spare slots
@@ -61,10 +63,14 @@ TYPICAL_POSITIONS = 512
 MIN_POSITIONS = 256
 #: The codec's largest batch takes an eighth of the memory. Minimum number of its frames, and the step by which
 #: that number grows.
-_DECODE_PART, _MIN_DECODE_FRAMES, _FRAME_STEP = 8, 512, 64
+_DECODE_PART = 8
+_MIN_DECODE_FRAMES = 512
+_FRAME_STEP = 64
 #: Bytes of CUDA's context and libraries; bytes of the workspaces and inputs of all graphs of an engine of 512
 #: slots, and of each further graph. Measured on an H200: 0.85 GiB, and 1.2 GiB for 19 graphs.
-LIBRARY_BYTES, _GRAPH_BYTES, _MORE_GRAPH_BYTES = 1 << 30, 3 << 29, 1 << 26
+LIBRARY_BYTES = 1 << 30
+_GRAPH_BYTES = 3 << 29
+_MORE_GRAPH_BYTES = 1 << 26
 #: Bytes that must be left for more than 512 slots by default: for further pages, and for memory that the
 #: allocator keeps for the codec. A job of 1,024 slots on an H200 took 45 GB without its pages.
 _WIDE_ROOM = 32 << 30
@@ -197,7 +203,8 @@ def check_executor(
 ) -> None:
     """Raises `ConfigError` (`config.invalid`) for an executor that does not work on a device or with a model of
     these stacks, before weights are loaded."""
-    on_gpu, graphs = device.type == "cuda", kind in ("graph", "megakernel")
+    on_gpu = device.type == "cuda"
+    graphs = kind in ("graph", "megakernel")
     eager = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it"
     if graphs and not on_gpu:
         raise invalid(f"The {kind} executor needs a CUDA device.", f"{eager}.")
@@ -245,7 +252,8 @@ def open_executor(
     frames priority on the device. If the kernels of graphs cannot be made, "auto" falls back to eager with a warning. Raises
     `ConfigError` (`config.invalid`) if graphs, or `reproducible` on a GPU, were asked for and cannot run.
     """
-    device, stacks = model.device, model.tensors.stacks
+    device = model.device
+    stacks = model.tensors.stacks
     check_executor(device, kind, reproducible, sizes.page_size, stacks)
     if kind == "eager" or device.type != "cuda":
         return EagerExecutor(model, sizes)

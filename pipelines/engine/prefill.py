@@ -30,7 +30,8 @@ PACKED_SIZES = (64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)
 WIDE_PACKED_SIZES = (4096, 6144)
 #: A row has room for one chunk for each 8 positions, and for at least 8 chunks; further chunks go to the next
 #: row.
-_RUN_POSITIONS, _MIN_RUNS = 8, 8
+_RUN_POSITIONS = 8
+_MIN_RUNS = 8
 #: Maximum unused positions of a row. If there were more, two rows are used: a second replay takes about as
 #: long as this many positions.
 _MAX_EMPTY = 256
@@ -68,7 +69,9 @@ class PackedPrefills:
         self, work: PackedWork, state: SlotState, capture: Capture, sizes: Sequence[int] = PACKED_SIZES
     ) -> None:
         """`sizes`: numbers of positions of rows that graphs are captured for."""
-        self._work, self._state, self._capture = work, state, capture
+        self._work = work
+        self._state = state
+        self._capture = capture
         self.rows: Buckets[_Row] = Buckets(sizes, "positions")
 
     def warm(self) -> None:
@@ -103,7 +106,9 @@ class PackedPrefills:
     def _groups(self, runs: Sequence[PrefillRun]) -> list[list[PrefillRun]]:
         """Divides runs into groups that fill rows, in order; the rest of a run goes to the next row."""
         groups: list[list[PrefillRun]] = []
-        left, room, limit = sum(len(run.embeddings) for run in runs), 0, 0
+        left = sum(len(run.embeddings) for run in runs)
+        room = 0
+        limit = 0
         for at, run in enumerate(runs):
             begin = 0
             while begin < len(run.embeddings):
@@ -113,7 +118,9 @@ class PackedPrefills:
                     limit = _max_runs(room)
                 piece = run.embeddings[begin : begin + room]
                 groups[-1].append(PrefillRun(run.slot, run.start + begin, piece))
-                begin, room, left = begin + len(piece), room - len(piece), left - len(piece)
+                begin += len(piece)
+                room -= len(piece)
+                left -= len(piece)
         return groups
 
     def _row_for(self, positions: int, runs: int) -> int:
@@ -156,7 +163,10 @@ class PaddedPrefills:
     their bits do not depend on other chunks."""
 
     def __init__(self, work: PaddedWork, state: SlotState, kv: PagedKV, capture: Capture) -> None:
-        self._work, self._state, self._kv, self._capture = work, state, kv, capture
+        self._work = work
+        self._state = state
+        self._kv = kv
+        self._capture = capture
         self._shapes = [shape for shape in SHAPES if shape[1] + shape[2] <= state.page_table.shape[1]]
         #: Captured rows by the index of their shape.
         self.rows: Buckets[_Row] = Buckets(range(len(self._shapes)), "(the index of a shape)")
@@ -179,7 +189,8 @@ class PaddedPrefills:
             else:
                 groups.setdefault(shape, []).append(run)
         for shape, group in groups.items():
-            row, together = self.rows.of(shape, self._row), self._shapes[shape][0]
+            row = self.rows.of(shape, self._row)
+            together = self._shapes[shape][0]
             for start in range(0, len(group), together):
                 self._replay(row, group[start : start + together])
         return left
@@ -207,8 +218,11 @@ class PaddedPrefills:
 
     @torch.inference_mode()
     def _row(self, at: int) -> _Row:
-        (runs, pages, before), inputs = self._shapes[at], self._state.inputs
-        new, hidden, start = pages * self._kv.page_size, inputs.shape[1], before * self._kv.page_size
+        runs, pages, before = self._shapes[at]
+        inputs = self._state.inputs
+        new = pages * self._kv.page_size
+        hidden = inputs.shape[1]
+        start = before * self._kv.page_size
         embeddings = inputs.new_zeros(runs * new, hidden)
         owners = torch.tensor([[self._state.dead] * runs, [0] * runs], device=inputs.device)
         table = self._state.page_table[:, : before + pages]

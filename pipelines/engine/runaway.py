@@ -10,7 +10,8 @@ from pipelines.request import Codes, IntArray
 
 #: Maximum seconds of a part that is repeated, and seconds of repetition after which an utterance runs away. They are
 #: longer than a pause inside of speech, whose codes may be equal.
-PART_SECONDS, REPEATED_SECONDS = 0.8, 2.1
+PART_SECONDS = 0.8
+REPEATED_SECONDS = 2.1
 #: Number of repeated frames that a frame which repeats nothing takes back. More than four of five frames must be
 #: repeated, so that a held sound, or a code that is frequent, never counts as a repetition.
 _TAKEN_BACK = 4
@@ -37,7 +38,8 @@ class RunawayGuard:
     def record(self, slots: Sequence[int], codes: IntArray) -> list[int]:
         """Adds the frames of a turn, codes [frames, slots], and returns the indices of slots that run away."""
         rows = np.asarray(slots, np.int64)
-        past, counts = self._codes[rows], self._counts[rows]
+        past = self._codes[rows]
+        counts = self._counts[rows]
         for frame in codes:
             repeats = past == frame[:, None]
             counts = np.where(repeats, counts + 1, np.maximum(counts - _TAKEN_BACK, 0))

@@ -21,7 +21,8 @@ Finish = Literal["eos", "length"]
 #: Full turns (with nearly as many requests as the limit allows) that must succeed after an out-of-memory
 #: error before the limit grows. With a large batch they take some seconds. Each error doubles their number, up
 #: to the maximum.
-FIRST_PATIENCE, MAX_PATIENCE = 128, 1 << 14
+FIRST_PATIENCE = 128
+MAX_PATIENCE = 1 << 14
 
 
 class FrameReceiver(Protocol):
@@ -109,7 +110,8 @@ class SharedPrefix:
     @property
     def chain(self) -> list[SharedPrefix]:
         """This prefix and its ancestors, the longest first."""
-        found, one = [], self
+        found = []
+        one = self
         while one is not None:
             found.append(one)
             one = one.parent
@@ -163,12 +165,14 @@ class PrefixCache:
 
         `prefixes`: (content, pages from the first position to its end), each one the parent of the next.
         """
-        found, start = None, 0
+        found = None
+        start = 0
         for content, end in prefixes:
             longer = self.known.get((found, content, end - start))
             if longer is None:
                 break
-            found, start = longer, end
+            found = longer
+            start = end
         for prefix in found.chain if found is not None else ():
             if not prefix.users:
                 self._remove_unused(prefix)
@@ -303,7 +307,8 @@ class BatchLimit:
         self._successes += 1
         if self._successes < self._patience:
             return
-        self._successes, self._proven = 0, self.now
+        self._successes = 0
+        self._proven = self.now
         if self.now == self.slots:
             self._patience = FIRST_PATIENCE
         self.now = min(self.now + max(self.slots // 8, 1), self.slots)
@@ -393,8 +398,10 @@ class Scheduler:
             if shared is not None:
                 self.prefixes.release(shared)
             return False
-        utterance.slot, utterance.pages = self._free_slots.pop(), [*known, *pages]
-        utterance.shared, utterance.shared_pages = shared, len(known)
+        utterance.slot = self._free_slots.pop()
+        utterance.pages = [*known, *pages]
+        utterance.shared = shared
+        utterance.shared_pages = len(known)
         utterance.prefilled = len(known) * self.kv.page_size
         self.running.append(utterance)
         return True
@@ -430,7 +437,8 @@ class Scheduler:
                 longer = self.prefixes.keep(utterance.shared, content, utterance.pages[held:end])
                 if longer is None:
                     break
-                utterance.shared, utterance.shared_pages = longer, end
+                utterance.shared = longer
+                utterance.shared_pages = end
 
     def prefill(self, among: Iterable[Utterance], share: int = 1) -> list[tuple[Utterance, int]]:
         """Plans chunks of prompts as (utterance, positions), the oldest first, within the turn's budget
@@ -442,7 +450,9 @@ class Scheduler:
         chunks: list[tuple[Utterance, int]] = []
         budget = self._options.prefill_tokens // share
         for utterance in among:
-            at, request, size = utterance.prefilled, utterance.request, self.kv.page_size
+            at = utterance.prefilled
+            request = utterance.request
+            size = self.kv.page_size
             ends = [pages * size for _, pages in request.prefix_ends(size)] if request.prefixes else []
             while at < utterance.last and budget > 0:
                 end = next((end for end in ends if end > at), utterance.last)
@@ -510,7 +520,10 @@ class Scheduler:
         self.kv.free += utterance.pages[utterance.shared_pages :]
         if utterance.shared is not None:
             self.prefixes.release(utterance.shared)
-        utterance.slot, utterance.pages, utterance.shared, utterance.shared_pages = -1, [], None, 0
+        utterance.slot = -1
+        utterance.pages = []
+        utterance.shared = None
+        utterance.shared_pages = 0
         utterance.run += 1
 
     def scrub(self, utterance: Utterance) -> None:

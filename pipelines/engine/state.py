@@ -112,7 +112,8 @@ class SlotState:
         floats: list[tuple[float, ...]] = []
         flags: list[tuple[bool, bool]] = []
         for one in placements:
-            sampling, trailing = one.sampling, one.trailing[: self.trailing.shape[1] - 1]
+            sampling = one.sampling
+            trailing = one.trailing[: self.trailing.shape[1] - 1]
             tables = (
                 (self.page_table, np.asarray(one.pages, np.int64), 0),
                 (self.trailing, trailing, self.pad_text),

@@ -38,7 +38,8 @@ DUE_SECONDS = 2.0
 #: Maximum consecutive turns of urgent streams that batch work waits for.
 FAIR_TURNS = 8
 #: Minimum and maximum rows of a turn of streams that are ahead.
-AHEAD_ROWS, MAX_AHEAD_ROWS = 16, 64
+AHEAD_ROWS = 16
+MAX_AHEAD_ROWS = 64
 #: Turns of up to this many rows cost about the same.
 CHEAP_ROWS = 8
 #: Number of turns whose times are kept.
@@ -68,7 +69,8 @@ class Playback:
     def record_chunk(self, frames: int, now: float, frame_seconds: float) -> None:
         """Records the delivery of a chunk."""
         if self.awaiting:
-            self.deadline, frames = now, max(frames - self.inaudible, 0)
+            self.deadline = now
+            frames = max(frames - self.inaudible, 0)
         self.deadline += frames * frame_seconds
         self.awaiting = False
 
@@ -133,7 +135,8 @@ class TurnPlanner:
         due = [index for index in order if crowded or streams[index].deadline - now < DUE_SECONDS]
         if urgent and not (batch and self._skipped >= FAIR_TURNS):
             self._skipped += batch
-            first, rows = set(urgent), max(bucket_of(len(urgent), self._batch_sizes), CHEAP_ROWS)
+            first = set(urgent)
+            rows = max(bucket_of(len(urgent), self._batch_sizes), CHEAP_ROWS)
             return Plan([*urgent, *(index for index in order if index not in first)][:rows], False, False)
         self._skipped = 0
         if batch:

@@ -41,7 +41,8 @@ from pipelines.request import IntArray
 
 log = logging.getLogger(__name__)
 
-STEM_KERNEL, HEAD_KERNEL = 7, 3
+STEM_KERNEL = 7
+HEAD_KERNEL = 3
 #: Tensors that are not needed: buffers of older files of the codec, and tensors for its training.
 _UNUSED = ("*freqs_cis*", "*causal_mask*", "*cluster_size*", "discriminator*")
 #: Tensors of the decoder alone.
@@ -82,7 +83,8 @@ class CodecLoader(BlockLoader):
 
 def window_transformer(load: CodecLoader, layout: StateLayout, config: CodecStackConfig) -> WindowTransformer:
     """One of the codec's transformers: [B, T, dim] -> [B, T, dim]."""
-    stack, window = take_stack(load, config), config.window
+    stack = take_stack(load, config)
+    window = config.window
     return WindowTransformer(
         load,
         layout,
@@ -145,11 +147,13 @@ class CodecEncoder:
     def __init__(
         self, config: CodecConfig, source: TensorSource, codebooks: Sequence[Codebook], device: torch.device
     ) -> None:
-        load, layout = CodecLoader(source, "", torch.float32, device), StateLayout()
+        load = CodecLoader(source, "", torch.float32, device)
+        layout = StateLayout()
         self.config = config
         self.device = device
         self.codebooks = codebooks
-        encoder, width = load.at("encoder."), config.encoder_dim
+        encoder = load.at("encoder.")
+        width = config.encoder_dim
         self._stem = CausalConv(encoder.at("block.0.conv."), layout, 1, width, STEM_KERNEL)
         self._blocks = [
             EncoderBlock(encoder.at(f"block.{i + 1}."), layout, width << i, rate, stack)
@@ -211,10 +215,12 @@ class CodecEncoder:
 
 #: Zero crossings of the resampling filter on either side, and its cutoff as a share of the lower Nyquist
 #: frequency.
-_ZEROS, _ROLLOFF = 6, 0.99
+_ZEROS = 6
+_ROLLOFF = 0.99
 #: Maximum number of cached filter banks, and of values in one of them: rates with a small common divisor
 #: would need gigabytes.
-_FILTERS, _MAX_VALUES = 16, 1 << 22
+_FILTERS = 16
+_MAX_VALUES = 1 << 22
 
 
 #: Maximum seconds of recordings, with their padding, of a batch on a GPU.
@@ -260,7 +266,8 @@ def resample(samples: Tensor, rate: int, wanted: int) -> Tensor:
     if rate == wanted:
         return samples
     shared = math.gcd(rate, wanted)
-    old, new = rate // shared, wanted // shared
+    old = rate // shared
+    new = wanted // shared
     filters, width = _filters(old, new)
     padded = pad(samples, (width, width + old))[None, None]
     out = conv1d(padded, filters.to(samples.device), stride=old)[0].T.reshape(-1)
@@ -300,10 +307,12 @@ class CodecDecoder(CausalDecoder):
     ) -> None:
         super().__init__(device, dtype, config.codebooks, config.samples_per_frame, None, reproducible)
         self.config = config
-        load, layout = CodecLoader(source, "quantizer.", dtype, device), StateLayout()
+        load = CodecLoader(source, "quantizer.", dtype, device)
+        layout = StateLayout()
         self._table = torch.cat([codebook.table() for codebook in codebooks]).to(dtype)
         sizes = torch.tensor(config.codes)
-        self._offsets, self._last = (sizes.cumsum(0) - sizes).to(device), (sizes - 1).to(device)
+        self._offsets = (sizes.cumsum(0) - sizes).to(device)
+        self._last = (sizes - 1).to(device)
         self.post = window_transformer(load.at("post_module."), layout, config.post)
         self.upsample = [
             UpsampleLayer(load.at(f"upsample.{i}."), layout, config.latent, factor)

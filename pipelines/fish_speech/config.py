@@ -145,13 +145,12 @@ class FishConfig:
         key."""
         keys = Keys.read(folder / "config.json")
         keys.expect(model_type=MODEL_TYPE)
-        text, audio = keys.section("text_config"), keys.section("audio_decoder_config")
+        text = keys.section("text_config")
+        audio = keys.section("audio_decoder_config")
         text.expect(tie_word_embeddings=True, attention_qk_norm=True)
-        slow, codec, codebooks = (
-            _stack(text),
-            _codec(folder / CODEC_SIZES),
-            audio.value("num_codebooks", Size),
-        )
+        slow = _stack(text)
+        codec = _codec(folder / CODEC_SIZES)
+        codebooks = audio.value("num_codebooks", Size)
         audio.expect(attention_qk_norm=False, text_dim=slow.hidden)
         # As in the published code, the fast AR has the base and the epsilon of the slow AR; its own section
         # is ignored.
@@ -187,10 +186,8 @@ def _codec(path: Path) -> CodecConfig:
         return CodecConfig()
     keys = Keys.read(path)
     config = keys.take(CodecConfig, encoder_stacks=())
-    depths, general = (
-        keys.value("encoder_transformer_layers", list[Whole]),
-        keys.section("transformer_general_config"),
-    )
+    depths = keys.value("encoder_transformer_layers", list[Whole])
+    general = keys.section("transformer_general_config")
     head_dim = general.value("head_dim", Size)
     base, eps = (general.value(name, Positive) for name in ("rope_base", "norm_eps"))
 

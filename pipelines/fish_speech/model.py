@@ -31,7 +31,8 @@ from pipelines.nn.checkpoint import Checkpoint, Loader, StackWeights, TensorSour
 from pipelines.tokens import TokenPrompt
 from pipelines.vllm_engine.library import PRIVATE, SALTS, ModelSpec
 
-SLOW, FAST = "text_model.model.", "audio_decoder."
+SLOW = "text_model.model."
+FAST = "audio_decoder."
 #: Kernels need a head whose number of rows is a multiple of this.
 _ROW_STEP = 64
 #: Number of last frames whose codes repetition-aware sampling avoids.
@@ -81,7 +82,9 @@ class LmWeights(NamedTuple):
 def take_layers(load: Loader, stack: DualArStack | CodecStackConfig) -> Iterator[Layer]:
     """The layers of a transformer of the LM or of the codec, one at a time, with queries and keys in half-split
     layout. Raises as the loader."""
-    dim, inner, head_dim = stack.hidden, stack.intermediate, stack.head_dim
+    dim = stack.hidden
+    inner = stack.intermediate
+    head_dim = stack.head_dim
     for index in range(stack.layers):
         layer = load.at(f"layers.{index}.")
         widths = {"q": stack.q_width, "k": stack.kv_width, "v": stack.kv_width}
@@ -115,7 +118,9 @@ def take_stack(load: Loader, stack: DualArStack | CodecStackConfig) -> StackWeig
 
 def take_fast(load: Loader, config: FishConfig) -> FastWeights:
     """Reads the fast AR. Raises as the loader."""
-    load, slow, fast = load.at(FAST), config.slow.hidden, config.fast
+    load = load.at(FAST)
+    slow = config.slow.hidden
+    fast = config.fast
     project = None
     if fast.hidden != slow:
         other = f"{FAST}fast_project_in.weight" in load.source
@@ -135,7 +140,8 @@ def take_weights(
 ) -> LmWeights:
     """Reads both transformers. Raises `ModelError` (`model.bad_checkpoint`) that names a missing or wrong
     tensor."""
-    load, stack = Loader(source, "", dtype, device), config.slow
+    load = Loader(source, "", dtype, device)
+    stack = config.slow
     slow = load.at(SLOW)
     embeddings = slow("embeddings.weight", stack.vocab, stack.hidden)
     return LmWeights(take_stack(slow, stack), embeddings, take_fast(load, config))
@@ -184,7 +190,8 @@ def frame_tensors(
 ) -> FrameTensors:
     """The tensors of a frame with this backbone. drawn: [ids, dim], the embeddings of `drawn_ids`. Except the
     head and the depth's inputs, they are views of the weights."""
-    semantic, residuals = len(config.semantic), config.codebooks - 1
+    semantic = len(config.semantic)
+    residuals = config.codebooks - 1
     head = functional.pad(drawn, (0, 0, 0, -len(drawn) % _ROW_STEP))
     # If logits are NaN, any row of the head may be drawn before this is detected, so each row of the head has an
     # input.
@@ -252,7 +259,9 @@ def plan_sizes(
 
 def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> MemoryNeeds:
     """The GPU memory that a checkpoint needs."""
-    slow, fast, width = config.slow, config.fast, dtype.itemsize
+    slow = config.slow
+    fast = config.fast
+    width = dtype.itemsize
     with Checkpoint(config.folder) as checkpoint:
         values = checkpoint.values()
     span = 1 << (config.codebooks - 1).bit_length()
@@ -297,7 +306,9 @@ def shared_prefixes(prompt: TokenPrompt, semantic: range) -> Sequence[PromptPref
     Digests of ids and codes identify them."""
     # One row for each position, so that the bytes of a prefix do not depend on its shorter prefixes.
     rows = np.ascontiguousarray(columns(prompt, semantic).T)
-    hasher, start, prefixes = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0, list[PromptPrefix]()
+    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    start = 0
+    prefixes = list[PromptPrefix]()
     for end in prompt.shared:
         hasher.update(rows[start:end].tobytes())
         prefixes.append(PromptPrefix(hasher.copy().digest(), end))

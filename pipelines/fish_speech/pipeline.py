@@ -136,7 +136,8 @@ class FishRequestInfo(RequestInfo):
         if not len(tokens.codes):
             raise no_audio("The model ended a turn before its first frame.")
         # The model may draw codes that the codec reads as the last one.
-        heard, own = np.minimum(tokens.codes, np.array(self.sizes) - 1), tokens.log_probabilities
+        heard = np.minimum(tokens.codes, np.array(self.sizes) - 1)
+        own = tokens.log_probabilities
         return FinishedCodes(heard, tokens.finish, log_probabilities=own)
 
 
@@ -194,7 +195,9 @@ def _spoken(columns: IntArray, request: TokenRequest) -> IntArray:
 
 
 #: On a GPU finished utterances wait to be decoded together: maximum time, utterances and frames.
-_GATHER_SECONDS, _GATHER_UTTERANCES, _GATHER_FRAMES = 0.05, 256, 4096
+_GATHER_SECONDS = 0.05
+_GATHER_UTTERANCES = 256
+_GATHER_FRAMES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +298,8 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
                 "This model has no repetition penalty: its sampling always avoids repetitions.",
                 "Remove `repetition_penalty`.",
             )
-        defaults, context = self.config.sampling, self._context
+        defaults = self.config.sampling
+        context = self._context
         texts = groups(clean(task.text), defaults.chunk_bytes, defaults.chunk_turns)
         words = [len(self.vocabulary.spoken(text)) for text in texts]
         room_after(sum(words), context)
@@ -305,7 +309,8 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         sampling = token_sampling(
             defaults, request.generation, defaults.max_new_tokens, request.seed, (self.config.end,)
         )
-        seconds, rate = request.generation.max_seconds, self.config.frames_per_second
+        seconds = request.generation.max_seconds
+        rate = self.config.frames_per_second
         frames = None if seconds is None else frames_within(seconds, rate, context)
         plan = TurnPlan(
             request.request_id, conversation, texts, sampling, frames, context, self._keep_unfinished, rate

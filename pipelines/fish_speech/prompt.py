@@ -135,12 +135,10 @@ def turns(text: str) -> list[str]:
     return [part for part in parts if part]
 
 
-_SYSTEM, _USER, _ASSISTANT, _END = (
-    "<|im_start|>system\n",
-    "<|im_start|>user\n",
-    "<|im_start|>assistant\n<|voice|>",
-    "<|im_end|>\n",
-)
+_SYSTEM = "<|im_start|>system\n"
+_USER = "<|im_start|>user\n"
+_ASSISTANT = "<|im_start|>assistant\n<|voice|>"
+_END = "<|im_end|>\n"
 _PLAIN = "convert the provided text to speech"
 _CLONING = "convert the provided text to speech reference to the following:\n\nText:\n"
 _SPEECH = "\n\nSpeech:\n"

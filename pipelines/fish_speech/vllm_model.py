@@ -42,7 +42,8 @@ class FishState(EngineFrameState):
 
     def admit(self, slot: int, prompt: list[int], written: int, sampling: Any) -> None:
         super().admit(slot, prompt, written, sampling)
-        semantic, data = self._fish.semantic, (sampling.extra_args or {}).get(PROMPT_CODES, b"")
+        semantic = self._fish.semantic
+        data = (sampling.extra_args or {}).get(PROMPT_CODES, b"")
         codes = np.frombuffer(data, dtype=np.int16).reshape(-1, len(self._offsets)).copy()
         if len(codes):
             places = np.flatnonzero(is_speech(np.array(prompt), semantic))
@@ -51,7 +52,8 @@ class FishState(EngineFrameState):
             )
 
     def embed(self, ids: Tensor, codes: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        model, semantic = self.model, self._fish.semantic
+        model = self.model
+        semantic = self._fish.semantic
         text = model.embed_input_ids(ids)
         speech = is_speech(ids, semantic)
         spoken = embedding_bag(codes.long() + self._offsets, model.fast.codebooks, mode="sum")
@@ -89,7 +91,8 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
 
     def frame_tensors(self) -> FrameTensors:
         """The tensors of a frame after the slow AR's last layer."""
-        slow, last = self.fish.slow, cast("nn.Module", self.model.norm)
+        slow = self.fish.slow
+        last = cast("nn.Module", self.model.norm)
         norm = cast("Tensor", last.weight).data
         scale = slow.head_dim**-0.5
         backbone = StackTensors(

@@ -122,7 +122,9 @@ class Utterance:
     def finish(self) -> Speech:
         """The result of the request, after the last piece. Raises `SynthesisError` (`synth.silent`) if no
         speech is audible."""
-        samples, lufs, more = NO_SAMPLES, 0.0, dict[str, float]()
+        samples = NO_SAMPLES
+        lufs = 0.0
+        more = dict[str, float]()
         if self._audible and not self.stream:
             samples = np.concatenate([part.samples for part in self._parts])
             samples, lufs = normalize_loudness(samples, SAMPLE_RATE)
@@ -250,7 +252,8 @@ class HibariPipeline:
         once."""
         with self._changed:
             self._closed = True
-            ended, self._queue = self._queue, []
+            ended = self._queue
+            self._queue = []
             self._changed.notify_all()
         for utterance in ended:
             utterance.send(Failed(engine_closed()))

@@ -76,7 +76,8 @@ class TimedVoice(Hibari):
         heard = np.flatnonzero(powers > powers.max() * _HEARD_POWER)
         words: dict[int, Word] = {}
         phonemes: list[Word] = []
-        held, begin = "", 0.0
+        held = ""
+        begin = 0.0
 
         def is_shared(place: int) -> bool:
             return ids[place] == SPACE and min(ids[place - 1], ids[place + 1]) > SPACE
@@ -84,7 +85,8 @@ class TimedVoice(Hibari):
         for place, number in enumerate(ids[1:-1], 1):
             if number == SPACE:
                 continue
-            owner, end = owners.popleft(), edges[place + 1]
+            owner = owners.popleft()
+            end = edges[place + 1]
             if number < SPACE:
                 continue
             if not held:

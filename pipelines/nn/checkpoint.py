@@ -179,7 +179,8 @@ class Checkpoint(TensorTable):
         Raises `ModelError` (`model.bad_checkpoint`) that names the file, if one is missing, truncated or
         damaged, if the index points out of the folder, and if there are only pickles.
         """
-        single, index = "model.safetensors", folder / "model.safetensors.index.json"
+        single = "model.safetensors"
+        index = folder / "model.safetensors.index.json"
         if (folder / single).is_file():
             files = {single}
         elif index.is_file():
@@ -356,7 +357,8 @@ def open_device(name: str | None, threads: int | None = None) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise invalid(f"There is no device {name!r}.", "Name cpu, cuda or cuda:N.") from error
-    index, count = device.index or 0, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index or 0
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and index >= count:
         raise invalid(
             f"There is no GPU {index}; this process sees {count}.",

@@ -92,14 +92,16 @@ class CodecDecoder(CausalDecoder):
             reproducible,
         )
         self.config = config
-        layout, latent = StateLayout(), config.latent_dim
+        layout = StateLayout()
+        latent = config.latent_dim
         load = CodecLoader(source, "decoder.", dtype, self.device)
         self._table = _code_table(config, load.at("quantizer.").float()).to(dtype)
         self._offsets = torch.arange(config.num_quantizers, device=self.device) * config.codebook_size
         self._pre_conv = CausalConv(
             load.at("pre_conv.conv."), layout, config.codebook_dim, latent, PRE_CONV_KERNEL
         )
-        inside, hidden = load.at("pre_transformer."), config.stack.hidden
+        inside = load.at("pre_transformer.")
+        hidden = config.stack.hidden
         self._entry = inside("input_proj.weight", hidden, latent), inside("input_proj.bias", hidden)
         self._exit = inside("output_proj.weight", latent, hidden), inside("output_proj.bias", latent)
         self._transformer = _transformer(inside, layout, config)
@@ -143,7 +145,8 @@ class CodecDecoder(CausalDecoder):
 def _reach(config: CodecDecoderConfig) -> int:
     """Frames after which the states of the convolutions that follow the transformer do not depend on earlier
     ones."""
-    rate, frames = 1, 0.0
+    rate = 1
+    frames = 0.0
     for factor in config.upsampling_ratios:
         rate *= factor
         frames += (CONVNEXT_KERNEL - 1) / rate
@@ -161,7 +164,9 @@ def _code_table(config: CodecDecoderConfig, load: Loader) -> Tensor:
     A code's vector is embedding_sum / cluster_usage; since projection is linear, projecting the table
     equals projecting the sums.
     """
-    size, width, dim = config.codebook_size, config.codebook_dim // 2, config.codebook_dim
+    size = config.codebook_size
+    width = config.codebook_dim // 2
+    dim = config.codebook_dim
     tables: list[Tensor] = []
     for name, layers in (("rvq_first", 1), ("rvq_rest", config.num_quantizers - 1)):
         load(f"{name}.input_proj.weight", width, dim, 1)  # in the file, but only encoding uses it

@@ -302,7 +302,8 @@ class CodecConfig:
 
 def describe(folder: Path) -> ModelCard:
     """The card of a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`)."""
-    config, codec = Qwen3TTSConfig.from_folder(folder), CodecConfig.load(folder / "speech_tokenizer")
+    config = Qwen3TTSConfig.from_folder(folder)
+    codec = CodecConfig.load(folder / "speech_tokenizer")
     decoder = codec.decoder
     return checkpoint_card(
         folder,

@@ -50,8 +50,11 @@ def take_weights(
 ) -> ModelWeights:
     """Reads talker and code predictor. Raises `ModelError` (`model.bad_checkpoint`) with the name of a wrong
     tensor."""
-    vocab, hidden, text = config.talker.vocab, config.talker.hidden, config.text_hidden
-    predictor, residuals = config.predictor, range(config.codebooks - 1)
+    vocab = config.talker.vocab
+    hidden = config.talker.hidden
+    text = config.text_hidden
+    predictor = config.predictor
+    residuals = range(config.codebooks - 1)
 
     take = Loader(source, "talker.", dtype, torch.device(device))
 
@@ -100,7 +103,8 @@ class TextTable:
 
     def __init__(self, weights: ModelWeights) -> None:
         self._weights = weights
-        vocab, hidden = weights.text_embedding.shape[0], weights.head.shape[1]
+        vocab = weights.text_embedding.shape[0]
+        hidden = weights.head.shape[1]
         self.rows = weights.text_embedding.new_empty(vocab + 1, hidden)
         self.rows[vocab] = 0
         self._known = torch.zeros(vocab, dtype=torch.bool)
@@ -135,12 +139,19 @@ class Qwen3TTSModel(FrameModel):
     embeddings of each frame."""
 
     def __init__(self, config: Qwen3TTSConfig, weights: ModelWeights, max_context: int) -> None:
-        self.config, self.weights, self.text = config, weights, TextTable(weights)
-        talker, predictor, pad = config.talker, config.predictor, config.text_ids.tts_pad_token_id
-        starts, inputs = weights.codec_starts, weights.codec_table
+        self.config = config
+        self.weights = weights
+        self.text = TextTable(weights)
+        talker = config.talker
+        predictor = config.predictor
+        pad = config.text_ids.tts_pad_token_id
+        starts = weights.codec_starts
+        inputs = weights.codec_table
         self._codec_starts = starts.to("cpu")
         # Prompts are padded to whole pages, and the maximum context may end within a page.
-        positions, dtype, device = max_context + LARGEST_PAGE, inputs.dtype, inputs.device
+        positions = max_context + LARGEST_PAGE
+        dtype = inputs.dtype
+        device = inputs.device
         table = rope_table(positions, talker.head_dim, talker.rope_theta, dtype, device)
         frame_table = rope_table(config.codebooks, predictor.head_dim, predictor.rope_theta, dtype, device)
         if weights.projection is not None:

@@ -127,14 +127,17 @@ log = logging.getLogger(__name__)
 _DECODED_FRAME_BYTES = 1_300_000
 #: On a GPU: maximum time that an utterance waits to be decoded with others. The shorter time applies beside
 #: streams, and between steps of a continuous batch.
-_GATHER_SECONDS, _SHORT_GATHER_SECONDS = 0.5, 0.2
+_GATHER_SECONDS = 0.5
+_SHORT_GATHER_SECONDS = 0.2
 #: Frames and utterances of a full batch.
-_GATHER_FRAMES, _MAX_UTTERANCES = 16384, 256
+_GATHER_FRAMES = 16384
+_MAX_UTTERANCES = 256
 #: States for streams that left their slot while their last chunk is decoded, in addition to one for each slot.
 LATE_STATES = 128
 
 #: Requests that wait for a slot, from which on a recording waits for others, and how long it does.
-_AHEAD, _PATIENCE_SECONDS = 32, 0.3
+_AHEAD = 32
+_PATIENCE_SECONDS = 0.3
 #: On a GPU: memory of the batches of recordings that are encoded, and of states after them.
 VOICE_BYTES = 1 << 30
 
@@ -173,7 +176,9 @@ def plan_sizes(
         taken = model.values() * dtype.itemsize
         if options.decodes or config.clones:
             taken += codec.values() * codec_dtype.itemsize
-    state, packed, streams = 0, 0, bool(options.streams and options.decodes)
+    state = 0
+    packed = 0
+    streams = bool(options.streams and options.decodes)
     if device.type == "cuda":
         decoder = CodecConfig.load(config.folder / "speech_tokenizer").decoder
         rows = options.codec_rows if options.decodes else 0
@@ -225,7 +230,9 @@ def memory_needs(
 ) -> MemoryNeeds:
     """The GPU memory that a checkpoint needs; `weight_bytes`: bytes of its weights in their types on the
     device."""
-    talker, predictor, width = config.talker, config.predictor, dtype.itemsize
+    talker = config.talker
+    predictor = config.predictor
+    width = dtype.itemsize
     # The projected text embeddings, and the embeddings of the codebooks.
     derived = (config.text_vocab + 1) * talker.hidden * width
     if config.needs_projection:
@@ -265,7 +272,9 @@ def packed_needs(config: Qwen3TTSConfig, dtype: torch.dtype) -> int:
     def sizes(stack: StackConfig) -> tuple[int, ...]:
         return stack.hidden, stack.intermediate, stack.heads, stack.kv_heads, stack.head_dim
 
-    predictor, talker, residuals = config.predictor, config.talker, config.codebooks - 1
+    predictor = config.predictor
+    talker = config.talker
+    residuals = config.codebooks - 1
     if (
         dtype != torch.bfloat16
         or (*sizes(predictor), predictor.vocab, predictor.layers, residuals) not in PREDICTORS
@@ -314,7 +323,8 @@ def open_stage(
 
 
 #: Positions and frames of the warm-up speech; as a stream it has chunks of every size.
-_WARM_POSITIONS, _WARM_FRAMES = 32, 28
+_WARM_POSITIONS = 32
+_WARM_FRAMES = 28
 #: Default of the published API. It also limits max_new_tokens of generation_config.json: longer output is not
 #: speech.
 MAX_TOKENS = 2048
@@ -396,7 +406,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
     def warm_up(self) -> None:
         """Makes speech from an artificial prompt, once as a stream and once whole, so that the first request
         is not slower."""
-        pad, draws = self.config.text_ids.tts_pad_token_id, _WARM_FRAMES + 1
+        pad = self.config.text_ids.tts_pad_token_id
+        draws = _WARM_FRAMES + 1
         codes = np.full((_WARM_POSITIONS, self.config.codebooks), NONE)
         prompt = Prompt(np.full(_WARM_POSITIONS, pad), codes, np.full(_WARM_FRAMES, pad))
         info = FrameRequestInfo("", self.sample_rate, {}, True, None, self._frame_seconds)
@@ -418,7 +429,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         pieces = None
         if isinstance(request, SynthesisRequest):
             request, pieces = self._frontend.prepare(request)
-        task, voice = decode(request.data), None
+        task = decode(request.data)
+        voice = None
         if self.voices is not None and request.recording is not None:
             # Recordings of later speech wait until they fill a batch, while the engine has enough to do.
             waits = not stream and self.engine.stats().waiting >= _AHEAD
@@ -432,7 +444,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         def begin(ids: list[int], final: bool) -> tuple[GenerationRequest, Handle]:
             return start(msgspec.structs.replace(task, body_ids=ids, text_open=not final))
 
-        first, end = task.streamed_ids(voice and voice.codes), self.config.text_ids.tts_eos_token_id
+        first = task.streamed_ids(voice and voice.codes)
+        end = self.config.text_ids.tts_eos_token_id
         text = OpenText(self.engine, begin, first, end, on_event, pieces)
         text.append(task.body_ids, False)
         return text
@@ -523,7 +536,8 @@ class OpenText:
                 if final or len(self._ids) >= self._first:
                     self._begun = self._begin(self._ids, final)
             except NightjarError as refused:
-                self._complete, error = True, refused
+                self._complete = True
+                error = refused
         if error is not None:
             self._on_event(Failed(error))
 

@@ -82,11 +82,14 @@ def build_prompt(
     recording, to clone it in context. `text_first`: the whole text precedes the first frame
     (`non_streaming_mode` of the published API); otherwise one text token is read in each frame.
     """
-    ids, pad, frames = config.ids, config.text_ids.tts_pad_token_id, 0 if codes is None else len(codes)
+    ids = config.ids
+    pad = config.text_ids.tts_pad_token_id
+    frames = 0 if codes is None else len(codes)
     head = [*task.instruct_ids, *task.role_ids]
     # Codebook-0 ids of language, voice (NONE for a vector), pad and bos. A speaker of a dialect changes Chinese
     # and "auto" to the dialect.
-    language, speaker = task.language.lower(), (task.speaker or "").lower()
+    language = task.language.lower()
+    speaker = (task.speaker or "").lower()
     if language in ("auto", "chinese"):
         language = config.dialects.get(speaker, language)
     think = [ids.codec_nothink_id, ids.codec_think_bos_id, ids.codec_think_eos_id]
@@ -129,7 +132,9 @@ def build_prompt(
 #: Splits a text before BPE, as in Qwen2 (transformers, `Qwen2Tokenizer`).
 _SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 #: Numbers of template ids: before a text, after a text to speak, and after a reference's text.
-ROLE_TOKENS, TARGET_TAIL, REFERENCE_TAIL = 3, 5, 2
+ROLE_TOKENS = 3
+TARGET_TAIL = 5
+REFERENCE_TAIL = 2
 
 
 class TextTokenizer:
@@ -162,7 +167,8 @@ class TextTokenizer:
         if not self._splits_at_words:
             return 0
         for end in range(len(text) - 1, 0, -1):
-            last, following = text[end - 1], text[end]
+            last = text[end - 1]
+            following = text[end]
             after_word = unicodedata.category(last)[0] in "LN" and unicodedata.category(following)[0] in "PSZ"
             if not after_word and (following != " " or last.isspace()):
                 continue
@@ -217,10 +223,8 @@ def _read(folder: Path, _revision: str) -> TextTokenizer:
 def _from_vocabulary(folder: Path) -> Tokenizer:
     tokenizer: Any = Tokenizer(BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
     tokenizer.normalizer = normalizers.NFC()
-    split, to_bytes = (
-        pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    )
+    split = pre_tokenizers.Split(Regex(_SPLIT), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     added = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get(
@@ -259,7 +263,9 @@ class Frontend:
 
         For an open text the request has only the ids that later text cannot change.
         """
-        able, tokenizer, generation = self._capabilities, self.tokenizer, request.generation
+        able = self._capabilities
+        tokenizer = self.tokenizer
+        generation = request.generation
         task = speech_task(request.messages, generation, able, request.seed)
         if generation.top_k is not None:  # a larger value does not fit into a message
             generation = msgspec.structs.replace(generation, top_k=min(generation.top_k, MAX_TOP_K))
@@ -329,5 +335,7 @@ class OpenTokens:
         if end <= self._characters and not final:
             return []
         ids = self._tokenizer.target(whole[:end])[1]
-        fresh, self._given, self._characters = ids[self._given :], len(ids), end
+        fresh = ids[self._given :]
+        self._given = len(ids)
+        self._characters = end
         return fresh

@@ -85,7 +85,8 @@ PREFIX = "speaker_encoder."
 _REVISION = 4
 #: On a GPU: lengths in seconds that recordings are padded to, and maximum seconds and rows of their batches.
 _PADDED_SECONDS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 22, 32, 60)
-_BATCH_SECONDS, _BATCH_ROWS = 60, 4
+_BATCH_SECONDS = 60
+_BATCH_ROWS = 4
 
 
 class Conv(NamedTuple):
@@ -130,7 +131,8 @@ class SpeakerEncoder:
         self.device = torch.device(device)
         self.dtype = dtype
         conv = partial(_conv, Loader(source, PREFIX, dtype, self.device))
-        inner, attention = config.enc_se_channels, config.enc_attention_channels
+        inner = config.enc_se_channels
+        attention = config.enc_attention_channels
         (into, *first), *middle, (wide, *last) = zip(
             config.enc_channels, config.enc_kernel_sizes, config.enc_dilations
         )
@@ -138,7 +140,8 @@ class SpeakerEncoder:
         #: Of each block: the convolutions of its Res2Net, those around it, and those of squeeze and excitation.
         self._blocks: list[tuple[list[Conv], Conv, Conv, Conv, Conv]] = []
         for number, (out, *sizes) in enumerate(middle, 1):
-            at, part = f"blocks.{number}.", out // config.enc_res2net_scale
+            at = f"blocks.{number}."
+            part = out // config.enc_res2net_scale
             inside = [
                 conv(f"{at}res2net_block.blocks.{i}.conv", part, part, *sizes)
                 for i in range(config.enc_res2net_scale - 1)
@@ -164,7 +167,8 @@ class SpeakerEncoder:
         mel, frames = log_mel(samples, lengths, self.config.sample_rate, self.config.mel_dim)
         mel = mel.to(self.dtype)
         inside = (torch.arange(mel.shape[2], device=mel.device) < frames[:, None])[:, None]
-        x, found = _delayed(self._first, mel, frames), []
+        x = _delayed(self._first, mel, frames)
+        found = []
         for inner, before, after, squeeze, excite in self._blocks:
             parts = _delayed(before, x, frames).chunk(len(inner) + 1, dim=1)
             made = [parts[0]]
@@ -208,11 +212,9 @@ class EncoderLayer:
 
     def __init__(self, load: Loader, sizes: CodecEncoderConfig) -> None:
         self._sizes = sizes
-        width, inner, heads = (
-            sizes.hidden_size,
-            sizes.intermediate_size,
-            sizes.num_attention_heads * sizes.head_dim,
-        )
+        width = sizes.hidden_size
+        inner = sizes.intermediate_size
+        heads = sizes.num_attention_heads * sizes.head_dim
         self._norms = [
             [load(f"{name}_layernorm.{part}", width) for part in ("weight", "bias")]
             for name in ("input", "post_attention")
@@ -220,7 +222,8 @@ class EncoderLayer:
         self._scales = [load(f"{name}_layer_scale.scale", width) for name in ("self_attn", "mlp")]
         self._qkv = [load(f"self_attn.{name}_proj.weight", heads, width) for name in "qkv"]
         self._out = load("self_attn.o_proj.weight", width, heads)
-        self._up, self._down = load("mlp.fc1.weight", inner, width), load("mlp.fc2.weight", width, inner)
+        self._up = load("mlp.fc1.weight", inner, width)
+        self._down = load("mlp.fc2.weight", width, inner)
 
     def __call__(self, x: Tensor, *turns: Tensor) -> Tensor:
         """x: [B, T, hidden] -> [B, T, hidden]; turns: cosines and sines, [T, head_dim] each."""
@@ -242,7 +245,8 @@ class Quantizer:
     """A residual vector quantizer (Zeghidour et al., 2021)."""
 
     def __init__(self, load: Loader, sizes: CodecEncoderConfig, count: int) -> None:
-        width, codes = sizes.codebook_dim, sizes.codebook_size
+        width = sizes.codebook_dim
+        codes = sizes.codebook_size
         self._entry = Conv(load("input_proj.weight", width, sizes.hidden_size, 1), None)
         load("output_proj.weight", sizes.hidden_size, width, 1)  # in the file, but only decoding uses it
         #: A codebook for each step: [codes, width].
@@ -255,7 +259,8 @@ class Quantizer:
 
     def __call__(self, x: Tensor, count: int) -> list[Tensor]:
         """The codes of the first codebooks: x [B, hidden, T] -> int64 [B, T] each."""
-        x, made = self._entry(x).transpose(1, 2), []
+        x = self._entry(x).transpose(1, 2)
+        made = []
         for book in self._books[:count]:
             made.append(torch.cdist(x.flatten(0, 1)[None], book[None])[0].argmin(1).view(x.shape[:2]))
             x = x - embedding(made[-1], book)
@@ -267,12 +272,14 @@ class CodecEncoder:
     as in transformers. Runs in float32, because a rounding error can change a code."""
 
     def __init__(self, config: CodecConfig, source: TensorSource, device: torch.device | str = "cpu") -> None:
-        sizes, load = config.encoder, Loader(source, "encoder.", torch.float32, torch.device(device))
+        sizes = config.encoder
+        load = Loader(source, "encoder.", torch.float32, torch.device(device))
         self.device = load.device
         self.sample_rate = config.input_sample_rate
         self.samples_per_frame = config.encode_downsample_rate
         self.codebooks = config.encoder_valid_num_quantizers
-        self.codebook_size, width = sizes.codebook_size, sizes.hidden_size
+        self.codebook_size = sizes.codebook_size
+        width = sizes.hidden_size
         self._layers = _encoder_layers(load.at("encoder.layers."), sizes)
         #: The number of layers up to the second convolution with a stride.
         self._first = 1 + 2 * (sizes.num_residual_layers + 1)
@@ -303,10 +310,12 @@ class CodecEncoder:
         samples, lengths = _rows(samples, lengths, self.device)
         x = pad(samples, (0, -samples.shape[1] % self.samples_per_frame))[:, None]
         # The first levels of each row alone, since they take almost all memory.
-        first, rest = self._layers[: self._first], self._layers[self._first :]
+        first = self._layers[: self._first]
+        rest = self._layers[self._first :]
         alone = [_convolved(row, length, first) for row, length in zip(x.split(1), lengths.split(1))]
         x, ends = (torch.cat(parts) for parts in zip(*alone))
-        x, ends = pad(x, (0, 0, 0, 0, 0, max(rows - count, 0))), pad(ends, (0, max(rows - count, 0)))
+        x = pad(x, (0, 0, 0, 0, 0, max(rows - count, 0)))
+        ends = pad(ends, (0, max(rows - count, 0)))
         x, ends = _convolved(x, ends, rest)
         x = x.transpose(1, 2)
         angles = torch.arange(x.shape[1], device=x.device)[:, None].float() * self._frequencies
@@ -330,17 +339,21 @@ Layer = Conv | tuple[Conv, Conv]
 
 
 def _encoder_layers(load: Loader, sizes: CodecEncoderConfig) -> list[Layer]:
-    width, place, kernel = sizes.num_filters, 1, sizes.residual_kernel_size
+    width = sizes.num_filters
+    place = 1
+    kernel = sizes.residual_kernel_size
     layers: list[Layer] = [_conv(load, "0.conv", width, 1, sizes.kernel_size)]
     for ratio in reversed(sizes.upsampling_ratios):
         for number in range(sizes.num_residual_layers):
-            inner, dilation = width // sizes.compress, sizes.dilation_growth_rate**number
+            inner = width // sizes.compress
+            dilation = sizes.dilation_growth_rate**number
             wide = _conv(load, f"{place}.block.1.conv", inner, width, kernel, dilation)
             layers.append((wide, _conv(load, f"{place}.block.3.conv", width, inner)))
             place += 1
         # An activation has a place of its own.
         layers.append(_conv(load, f"{place + 1}.conv", 2 * width, width, 2 * ratio, stride=ratio))
-        width, place = 2 * width, place + 2
+        width = 2 * width
+        place = place + 2
     last = _conv(load, f"{place + 1}.conv", sizes.hidden_size, width, sizes.last_kernel_size)
     return [*layers, last]
 
@@ -355,7 +368,8 @@ def _convolved(x: Tensor, ends: Tensor, layers: Iterable[Layer]) -> tuple[Tensor
             wide, narrow = layer
             x = narrow(elu_(wide(_padded(x, wide.left)))).add_(x)
             continue
-        left, stride = layer.left, layer.stride
+        left = layer.left
+        stride = layer.stride
         # The first one reads the audio itself.
         x = _padded(x, left, stride - 1, activate=x.shape[1] > 1)
         if stride > 1:
@@ -406,9 +420,11 @@ class VoiceCache:
         folder_bytes: int = 0,
     ) -> None:
         assert codec.encoder is not None
-        self._config, self._codec_config = config, codec.config
+        self._config = config
+        self._codec_config = codec.config
         self._speaker = speaker
-        self._encoder, self._decoder = codec.encoder, codec.decoder
+        self._encoder = codec.encoder
+        self._decoder = codec.decoder
         self._files = None if folder is None else RecordingFiles(Path(folder), folder_bytes, self._identity())
         self._kept: RecordingCache[PreparedVoice] = RecordingCache(
             KEPT_BYTES, lambda voice: voice.vector.nbytes + (0 if voice.codes is None else voice.codes.nbytes)
@@ -439,7 +455,8 @@ class VoiceCache:
         encode = partial(self._encode, recording, in_context, patience)
         variant = "in context" if in_context else "vector"
         found: dict[str, Any] = self._files.get(recording, variant, encode) if self._files else encode()
-        vector, codes = found["vector"], found.get("codes")
+        vector = found["vector"]
+        codes = found.get("codes")
         if codes is None:
             return PreparedVoice(vector)
         decoder = self._decoder
@@ -447,9 +464,11 @@ class VoiceCache:
 
     def _encode(self, recording: Recording, in_context: bool, patience: float) -> dict[str, NDArray[Any]]:
         """`vector`: float32 [talker hidden]; in context `codes` too: int64 [frames, codebooks]."""
-        rate, encoder = self._speaker.config.sample_rate, self._encoder
+        rate = self._speaker.config.sample_rate
+        encoder = self._encoder
         samples, _ = recording.read(rate)
-        made, frames = {"vector": self.batches(self.vectors, samples, patience)}, None
+        made = {"vector": self.batches(self.vectors, samples, patience)}
+        frames = None
         if in_context:
             if encoder.sample_rate != rate:
                 samples, _ = recording.read(encoder.sample_rate)
@@ -469,7 +488,8 @@ class VoiceCache:
 
         Reads their weights from the checkpoint. Raises `ModelError` like `Checkpoint`.
         """
-        speaker, folder = self._speaker, self._config.folder
+        speaker = self._speaker
+        folder = self._config.folder
         sizes = _REVISION, speaker.config, self._codec_config
         device = device_name(speaker.device), type_name(speaker.dtype), torch.__version__
         digest = hashlib.sha256(repr((sizes, device)).encode())

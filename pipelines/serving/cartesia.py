@@ -204,9 +204,11 @@ async def answer(serving: Serving, fields: SpeechFields, permit: Permit, request
     if not units:
         raise empty_text("transcript")
     requests = unit_requests(request, units)
-    headers, step = {"x-seed": str(request.seed)}, permit.since
+    headers = {"x-seed": str(request.seed)}
+    step = permit.since
     output = fields.output_format
-    trim_ms, encoder = fields.generation_config.trim_leading_silence_ms, encoder_of(serving, output)
+    trim_ms = fields.generation_config.trim_leading_silence_ms
+    encoder = encoder_of(serving, output)
     async with aclosing(speech_pieces(serving, requests, permit, encoder, trim_ms=trim_ms)) as pieces:
         if not isinstance(fields, EventsRequest):
             yield Head("audio/wav" if output.container == "wav" else "application/octet-stream", headers)
@@ -240,7 +242,8 @@ def flush_done(context_id: str, number: int) -> JsonObject:
 def failure(error: Exception, context_id: str | None) -> JsonObject:
     """The message about an error, which ends the context that it names."""
     api_error = as_api_error(error)
-    status, headers = api_error.status_code, api_error.headers or {}
+    status = api_error.status_code
+    headers = api_error.headers or {}
     facts = {"title": HTTPStatus(status).phrase, "message": str(api_error.detail), "status_code": status}
     if "retry-after" in headers:
         facts["retry_after"] = int(headers["retry-after"])

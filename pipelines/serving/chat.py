@@ -142,7 +142,8 @@ def check(serving: Serving, body: ChatBody) -> None:
 async def answer(serving: Serving, body: ChatBody, permit: Permit, request_id: str) -> Parts:
     """The parts of the answer. Raises `ApiError` and `NightjarError`."""
     request = await asyncio.to_thread(_request, serving, body, request_id)
-    number, created = request_id.removeprefix("req-"), int(time.time())
+    number = request_id.removeprefix("req-")
+    created = int(time.time())
     facts = {"id": f"chatcmpl-{number}", "created": created, "model": serving.options.names[0]}
     facts["object"] = "chat.completion.chunk" if body.stream else "chat.completion"
     headers = {"x-seed": str(request.seed)}
@@ -207,7 +208,8 @@ async def _answer_pieces(
 
 
 def _request(serving: Serving, body: ChatBody, request_id: str) -> SynthesisRequest:
-    capabilities, xargs = serving.model.card.capabilities, body.vllm_xargs
+    capabilities = serving.model.card.capabilities
+    xargs = body.vllm_xargs
     is_default = body.audio.voice == DEFAULT_VOICE and DEFAULT_VOICE not in capabilities.voices
     seconds = serving.options.max_audio_seconds
     messages = tuple(message for turn in body.messages for message in _messages(turn, seconds))
@@ -272,5 +274,6 @@ def _usage(speech: Speech) -> dict[str, int] | None:
     them."""
     if "tokens" not in speech.meta:
         return None
-    prompt, made = int(speech.meta.get("prompt_positions", 0)), int(speech.meta["tokens"])
+    prompt = int(speech.meta.get("prompt_positions", 0))
+    made = int(speech.meta["tokens"])
     return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}

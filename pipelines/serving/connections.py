@@ -39,12 +39,14 @@ DRAIN = "nightjar.drain"
 SET_IDLE = "nightjar.set_idle"
 #: Interval of pings, and maximum time for an answer. A client that reads only as fast as it plays answers
 #: late.
-PING_SECONDS, PONG_SECONDS = 20.0, 60.0
+PING_SECONDS = 20.0
+PONG_SECONDS = 60.0
 #: Maximum frames of a message.
 MAX_FRAMES = 1024
 #: Pause between two reads of a refused client's data.
 _DISCARD_SECONDS = 0.05
-_BAD_TEXT, _TOO_BIG = 1007, 1009
+_BAD_TEXT = 1007
+_TOO_BIG = 1009
 
 
 class Connections:
@@ -122,7 +124,8 @@ class Connections:
         self._unlogged += 1
         if self._clock() - self._logged_at >= _LOG_SECONDS:
             log.warning(f"{message} (%d times since the last warning)", *facts, self._unlogged)
-            self._logged_at, self._unlogged = self._clock(), 0
+            self._logged_at = self._clock()
+            self._unlogged = 0
 
 
 class Connection(asyncio.Protocol):

@@ -22,7 +22,8 @@ SpeechFormat = Literal[AudioFormat, "pcm"]
 MEDIA_TYPES = {**CONTENT_TYPES, "pcm": "audio/pcm"}
 #: Bare samples, for voice agents and telephony.
 Encoding = Literal["pcm_s16le", "pcm_f32le", "pcm_mulaw", "pcm_alaw"]
-MIN_RATE, MAX_RATE = 8_000, 48_000
+MIN_RATE = 8_000
+MAX_RATE = 48_000
 _LAWS = {"pcm_mulaw": "ULAW", "pcm_alaw": "ALAW"}
 #: Format tag of a WAV header, and bytes per sample.
 _TAGS = {
@@ -35,7 +36,9 @@ _TAGS = {
 _MP3_LEVEL = 0.5
 #: Samples before the speech of an MP3 without its table, by encoder and decoder, and the rate from which on frames are
 #: twice as long as `_MP3_FRAME`.
-_MP3_DELAY, _MP3_FRAME, _MP3_LONG_RATE = 1105, 576, 32_000
+_MP3_DELAY = 1105
+_MP3_FRAME = 576
+_MP3_LONG_RATE = 32_000
 
 
 def whole_file(samples: Samples, sample_rate: int, kind: SpeechFormat) -> bytes:
@@ -69,7 +72,8 @@ class PcmStream:
 
     compresses = False
     #: Samples before the speech, and samples of a frame, if the stream consists of whole ones.
-    _delay, _frame = 0, 1
+    _delay = 0
+    _frame = 1
 
     def __init__(
         self,
@@ -104,7 +108,8 @@ class PcmStream:
             self._resampler = None if last else resampler
         if not len(samples):
             return b""
-        head, self._header = self._header, b""
+        head = self._header
+        self._header = b""
         return head + encoded(samples, self._encoding)
 
     def end(self) -> bytes:
@@ -146,7 +151,8 @@ class _Pipe(io.RawIOBase):
 
     def take(self) -> bytes:
         """Returns the bytes that were written since the last call."""
-        ready, self._ready = bytes(self._ready), bytearray()
+        ready = bytes(self._ready)
+        self._ready = bytearray()
         return ready
 
 
@@ -156,7 +162,8 @@ class FileStream(PcmStream):
     compresses = True
 
     def __init__(self, sample_rate: int, kind: AudioFormat) -> None:
-        rate, is_mp3 = _file_rate(sample_rate, kind), kind == "mp3"
+        rate = _file_rate(sample_rate, kind)
+        is_mp3 = kind == "mp3"
         super().__init__(sample_rate, rate)
         self._pipe = _Pipe(without_first=is_mp3)
         container, subtype = CONTAINERS[kind]
@@ -164,7 +171,8 @@ class FileStream(PcmStream):
         steady: dict[str, Any] = {}
         if is_mp3:
             steady = {"bitrate_mode": "CONSTANT", "compression_level": _MP3_LEVEL}
-            self._delay, self._frame = _MP3_DELAY, _MP3_FRAME << (rate >= _MP3_LONG_RATE)
+            self._delay = _MP3_DELAY
+            self._frame = _MP3_FRAME << (rate >= _MP3_LONG_RATE)
         self._file = soundfile.SoundFile(
             cast(BinaryIO, self._pipe), "w", rate, 1, format=container, subtype=subtype, **steady
         )

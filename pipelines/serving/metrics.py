@@ -17,8 +17,10 @@ from pipelines.vllm_engine.library import VllmMetrics
 
 ROUTES = ("/health", "/metrics", "/v1/models", "/v1/audio/speech", "/v1/audio/voices", "/v1/chat/completions")
 _ELEVENLABS = "/v1/text-to-speech/{voice_id}/"
-WEBSOCKET, SPEECH_STREAM = "/tts/websocket", "/v1/audio/speech/stream"
-MULTI_STREAM_INPUT, STREAM_INPUT = _ELEVENLABS + "multi-stream-input", _ELEVENLABS + "stream-input"
+WEBSOCKET = "/tts/websocket"
+SPEECH_STREAM = "/v1/audio/speech/stream"
+MULTI_STREAM_INPUT = _ELEVENLABS + "multi-stream-input"
+STREAM_INPUT = _ELEVENLABS + "stream-input"
 WEBSOCKETS = (WEBSOCKET, SPEECH_STREAM, MULTI_STREAM_INPUT, STREAM_INPUT)
 ROUTES += ("/tts/bytes", "/tts/sse", "/voices", *WEBSOCKETS)
 #: Buckets of the latencies that listeners notice.
@@ -84,7 +86,8 @@ class MetricsPage(Collector):
         families: dict[str, Metric] = {}
         for name, metrics in self.models.items():
             for family in metrics.registry.collect():
-                samples, family.samples = family.samples, []
+                samples = family.samples
+                family.samples = []
                 label = {"model": name} if len(self.models) > 1 else {}
                 families.setdefault(family.name, family).samples += [
                     sample._replace(labels={**sample.labels, **label}) for sample in samples

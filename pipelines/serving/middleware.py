@@ -33,7 +33,8 @@ CLIENT_CLOSED = 499
 _ACCEPTED = 101
 #: Keys in the scope of a request. ADMIT: the function that gives the request a slot; its arguments are the
 #: model's queue and whether the answer is streamed. REQUEST_ID: the request's id.
-ADMIT, REQUEST_ID = "nightjar.admit", "nightjar.request_id"
+ADMIT = "nightjar.admit"
+REQUEST_ID = "nightjar.request_id"
 Headers = Mapping[bytes, bytes]
 
 
@@ -57,7 +58,8 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         begin = time.monotonic()
-        status, request_id = CLIENT_CLOSED, f"req-{secrets.token_hex(12)}"
+        status = CLIENT_CLOSED
+        request_id = f"req-{secrets.token_hex(12)}"
         scope[REQUEST_ID] = request_id
 
         async def send_with_id(message: Message) -> None:
@@ -79,7 +81,8 @@ class RequestMiddleware:
                 shutting_down = unavailable("The server is shutting down.", "shutting_down")
                 await shutting_down.response()(scope, receive, send_with_id)
         finally:
-            seconds, path = time.monotonic() - begin, scope["path"]
+            seconds = time.monotonic() - begin
+            path = scope["path"]
             # The contexts of a WebSocket are counted one by one; the connection itself is not counted.
             if status != _ACCEPTED:
                 path = self._metrics.answered(path, status, seconds)
@@ -109,7 +112,8 @@ class RequestMiddleware:
         """Raises `ApiError`: 401 without a valid key, 403 for a foreign host or site on a server without keys,
         404 for a path with control characters and for an unknown WebSocket, 400 for a body that is too large,
         415 for a body of another type, 503 for a WebSocket while the server stops."""
-        path, is_http = scope["path"], scope["type"] == "http"
+        path = scope["path"]
+        is_http = scope["type"] == "http"
         if not (is_http or (scope["type"] == "websocket" and route_of(path) in WEBSOCKETS)):
             raise ApiError(404, "Not Found.", "not_found")
         if not self._keys:

@@ -337,7 +337,8 @@ class ServedModel:
             self.admission.resize(info.slots + (0 if waits_here else info.waiting_room))
 
     async def _reopen(self) -> None:
-        broken, self.pipeline = self.pipeline, None
+        broken = self.pipeline
+        self.pipeline = None
         if broken is not None:
             await asyncio.to_thread(broken.close)
         pause_seconds = 1.0
@@ -352,7 +353,8 @@ class ServedModel:
     def close(self) -> bool:
         """Closes the pipeline; its requests fail with `synth.aborted`. May be called more than once. False if
         the pipeline does not close in time."""
-        pipeline, self.pipeline = self.pipeline, None
+        pipeline = self.pipeline
+        self.pipeline = None
         closing = threading.Thread(target=pipeline.close if pipeline else None, name="close", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)

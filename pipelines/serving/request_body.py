@@ -23,7 +23,8 @@ from pipelines.request import Generation
 from pipelines.serving.errors import ApiError, bad_request
 
 #: Limits of a client's JSON: commas and opening brackets outside of strings, and levels of brackets.
-MAX_VALUES, MAX_DEPTH = 10_000, 32
+MAX_VALUES = 10_000
+MAX_DEPTH = 32
 #: Maximum number of `_DELIMITERS` in JSON, inside and outside of strings, which limits the time to find the
 #: strings. A text of 50,000 characters has a tenth as many.
 MAX_DELIMITERS = 1 << 19

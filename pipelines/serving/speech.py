@@ -175,7 +175,8 @@ async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id:
     """The parts of the answer: a whole file, a streamed file, or OpenAI's events (`speech.audio.delta` with
     the next bytes in base64 and, by `timestamps`, the words that end in them, then `speech.audio.done`).
     Raises `ApiError` and `NightjarError`."""
-    model, kind = serving.model, body.response_format
+    model = serving.model
+    kind = body.response_format
     request = await request_of(serving, body, request_id)
     # Clients need the rate to play bare PCM, and the seed to repeat the speech.
     headers = {"x-sample-rate": str(model.card.sample_rate), "x-seed": str(request.seed)}

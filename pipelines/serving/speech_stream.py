@@ -62,7 +62,8 @@ class _Utterance:
 
     def end(self, failed: bool) -> Iterator[JsonObject]:
         """The messages after the audio."""
-        sent, self.sent_bytes = self.sent_bytes, 0
+        sent = self.sent_bytes
+        self.sent_bytes = 0
         if sent:
             if self.session.in_objects:
                 in_ms = [
@@ -90,7 +91,9 @@ class SpeechStreamSocket(ContextSocket):
         self._spoken: dict[str, _Utterance] = {}
 
     async def handle(self, given: JsonObject) -> None:
-        kind, text, said = given.get("type"), given.get("text", ""), self._said
+        kind = given.get("type")
+        text = given.get("text", "")
+        said = self._said
         if kind == "session.close":
             self.closing = CLOSED
             if said is not None and (name := str(said.index)) in self.contexts:
@@ -108,7 +111,8 @@ class SpeechStreamSocket(ContextSocket):
             await self._add(said, text, kind == "input.done")
 
     async def _add(self, said: _Utterance, text: str, complete: bool) -> None:
-        name, said.complete = str(said.index), complete
+        name = str(said.index)
+        said.complete = complete
         self._spoken[name] = said
         if complete:
             self._said = _Utterance(said.index + 1, said.session)
@@ -134,7 +138,8 @@ class SpeechStreamSocket(ContextSocket):
                 "Set `stream_audio` to true and `response_format` to pcm. /v1/audio/speech sends files.",
                 ErrorCode.INPUT_UNSUPPORTED,
             )
-        in_objects, kind = given.get("word_timestamps", False), given.get("timestamp_type")
+        in_objects = given.get("word_timestamps", False)
+        kind = given.get("timestamp_type")
         if kind not in (None, "word") or not isinstance(in_objects, bool | None):
             raise bad_request(
                 "Set `timestamp_type` to word, and `word_timestamps` to true or false, or remove them.",
@@ -166,7 +171,8 @@ class SpeechStreamSocket(ContextSocket):
         return await speech.request_of(serving, first.body, "")
 
     def translated(self, view: JsonObject) -> Iterator[Reply]:
-        kind, said = view["type"], self._spoken.get(view["context_id"])
+        kind = view["type"]
+        said = self._spoken.get(view["context_id"])
         if kind == "error":
             yield view
         if said is None:

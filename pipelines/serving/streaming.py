@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 #: Samples up to this value are silence. Of the silence before the first sound this much stays, since a sound begins
 #: softly.
-_SILENCE, _KEPT_SECONDS = 0.01, 0.02
+_SILENCE = 0.01
+_KEPT_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +100,9 @@ async def speech_pieces(
         # thread.
         return await asyncio.to_thread(call, *given) if encoder.compresses else call(*given)
 
-    seconds, estimates, rate = begin_seconds, None, serving.model.card.sample_rate
+    seconds = begin_seconds
+    estimates = None
+    rate = serving.model.card.sample_rate
     #: Samples that may still be left out.
     room = round(trim_ms * rate / 1000)
     is_several = len(requests) > 1
@@ -107,7 +110,8 @@ async def speech_pieces(
         permit.hold()
     try:
         for request in requests:
-            begin, estimates = seconds + encoder.delay_seconds, None
+            begin = seconds + encoder.delay_seconds
+            estimates = None
             if request.timestamps and not serving.model.card.capabilities.word_times:
                 estimates = WordEstimates(rate)
             async with aclosing(serving.model.chunks(request, permit, on_handle)) as chunks:
@@ -119,7 +123,8 @@ async def speech_pieces(
                         silent = sounding[0] - _KEPT_SECONDS * rate if len(sounding) else len(samples)
                         cut = min(max(int(silent), 0), room)
                         room = room - cut if cut == len(samples) else 0
-                        samples, begin = samples[cut:], begin - cut / rate
+                        samples = samples[cut:]
+                        begin -= cut / rate
                     if len(samples):
                         added_seconds = len(samples) / rate
                         seconds += added_seconds
@@ -216,7 +221,8 @@ class Reply(Response):
                     head = part
                     continue
                 assert head is not None
-                first, self._started = not self._started, True
+                first = not self._started
+                self._started = True
                 if first:
                     headers = Headers({"content-type": head.media_type, **head.headers}).raw
                     await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -51,10 +51,12 @@ class WordEstimates:
         left. `text`: the text so far."""
         if text != self._text:
             # Text only grows, so that all words but the last one stay as they are.
-            words, kept = words_of(text), max(len(self._words) - 1, 0)
+            words = words_of(text)
+            kept = max(len(self._words) - 1, 0)
             units = (max(1.0, text_units(word.strip(_MARKS))) for word in words[kept:])
             self._ends[kept:] = accumulate(units, initial=self._ends[kept])
-            self._text, self._words = text, words
+            self._text = text
+            self._words = words
         samples = np.concatenate([self._rest, samples])
         length = int(FRAME_SECONDS * self._sample_rate)
         end = len(samples) // length * length
@@ -82,7 +84,8 @@ class WordEstimates:
     def _pass_mark(self) -> Iterator[Word]:
         """Yields the words up to the mark at which the voice has paused, if there is one."""
         seconds = len(self._sounding) * FRAME_SECONDS
-        heard, before = seconds * self._units_per_second, self._ends[self._passed]
+        heard = seconds * self._units_per_second
+        before = self._ends[self._passed]
         marked = [
             (abs(self._ends[number + 1] - before - heard), number + 1)
             for number in range(self._passed, len(self._words))

@@ -60,7 +60,8 @@ class Vocos(nn.Module):
 
     def __init__(self, config: VocosConfig, input: int, layers: int, condition: int | None = None) -> None:
         super().__init__()
-        dim, intermediate = config.vocos_dim, config.vocos_intermediate_dim
+        dim = config.vocos_dim
+        intermediate = config.vocos_intermediate_dim
         self.embed = nn.Conv1d(input, dim, 7, padding=3)
         self.norm = _norm(dim, condition)
         self.convnext = nn.ModuleList([ConvNeXt(dim, intermediate, condition) for _ in range(layers)])
@@ -191,7 +192,8 @@ class BiCodec:
 
     def __post_init__(self) -> None:
         weight = self.prenet.linear.weight
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device = weight.device
+        self.dtype = weight.dtype
 
     @torch.inference_mode()
     def decode(self, semantic: Sequence[Tensor], voices: Sequence[Tensor], pad_to: int = 0) -> list[Tensor]:
@@ -239,9 +241,11 @@ def load_bicodec(
     """
     sizes = config.bicodec
     with torch.device("meta"):
-        encoder, prenet = Encoder(sizes.encoder), Prenet(sizes.prenet, sizes.speaker.out_dim)
+        encoder = Encoder(sizes.encoder)
+        prenet = Prenet(sizes.prenet, sizes.speaker.out_dim)
         quantizer = SemanticQuantizer(sizes.encoder.out_channels, sizes.codebook_size, sizes.codebook_dim)
-        speaker, wave = SpeakerEncoder(sizes.speaker), WaveGenerator(sizes.wave)
+        speaker = SpeakerEncoder(sizes.speaker)
+        wave = WaveGenerator(sizes.wave)
     with Checkpoint(config.folder / BICODEC) as checkpoint:
         parts = {"encoder": encoder, "quantizer": quantizer, "speaker_encoder": speaker}
         if decodes:
@@ -263,7 +267,8 @@ BATCH_TOKENS = 8192
 LENGTH_STEP = 32
 #: A stream's window: the tokens before the new ones, and the tokens that must follow a new token before its
 #: audio is delivered.
-LEFT_TOKENS, RIGHT_TOKENS = 64, 12
+LEFT_TOKENS = 64
+RIGHT_TOKENS = 12
 #: Samples over which a window fades into the next one: the first samples after the window's new tokens.
 FADE_SAMPLES = 320
 
@@ -316,7 +321,8 @@ class BiCodecDecoder(Decoder):
         found = [torch.zeros(0)] * len(states)
         for (at, start, end), wave in zip(ready, waves):
             state = states[at]
-            first, last = (state.delivered - start) * self._samples, (end - start) * self._samples
+            first = (state.delivered - start) * self._samples
+            last = (end - start) * self._samples
             found[at] = new = wave[first:last].clone()
             if state.tail is not None:
                 # The last window fades into this one.

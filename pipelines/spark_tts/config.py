@@ -21,7 +21,9 @@ from pipelines.nn.config_keys import (
 from pipelines.registry import ModelCard, checkpoint_card
 from pipelines.request import Capabilities
 
-LLM, BICODEC, WAV2VEC2 = "LLM", "BiCodec", "wav2vec2-large-xlsr-53"
+LLM = "LLM"
+BICODEC = "BiCodec"
+WAV2VEC2 = "wav2vec2-large-xlsr-53"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,8 @@ class SparkConfig:
 
 def _bicodec(keys: Keys) -> BiCodecConfig:
     config = keys.take(BiCodecConfig)
-    prenet, speaker = keys.section("prenet"), keys.section("speaker_encoder")
+    prenet = keys.section("prenet")
+    speaker = keys.section("speaker_encoder")
     prenet.expect(
         use_tanh_at_final=False, condition_dim=config.speaker.out_dim, out_channels=config.speaker.out_dim
     )
@@ -162,7 +165,8 @@ def _bicodec(keys: Keys) -> BiCodecConfig:
 
 def _lm(keys: Keys) -> LmConfig:
     keys.expect(model_type="qwen2", use_sliding_window=False, hidden_act="silu")
-    heads, hidden = keys.value("num_attention_heads", Size), keys.value("hidden_size", Size)
+    heads = keys.value("num_attention_heads", Size)
+    hidden = keys.value("hidden_size", Size)
     config = keys.take(
         LmConfig, rope_theta=keys.rope_theta(), head_dim=keys.value("head_dim", Size, hidden // heads)
     )

@@ -99,7 +99,8 @@ class SparkModel(FrameModel):
     """A Qwen2 whose head has only the rows that can be drawn. The drawn id is its next input."""
 
     def __init__(self, lm: LmConfig, weights: LmWeights, drawable: Drawable, max_context: int) -> None:
-        dtype, device = weights.table.dtype, weights.table.device
+        dtype = weights.table.dtype
+        device = weights.table.device
         # Prompts are padded to whole pages, and the maximum context may end within a page.
         rope = rope_table(max_context + LARGEST_PAGE, lm.head_dim, lm.rope_theta, dtype, device)
         starts = torch.zeros(1, dtype=torch.int64, device=device)
@@ -116,7 +117,8 @@ class SparkModel(FrameModel):
 
 #: Possible numbers of delivered tokens, 50 per second, in a stream's chunks and in its first chunk. The codec
 #: decodes up to 76 more tokens for each chunk.
-CHUNK_TOKENS, FIRST_TOKENS = (8, 16, 32, 64, 96), (8, 16, 32)
+CHUNK_TOKENS = (8, 16, 32, 64, 96)
+FIRST_TOKENS = (8, 16, 32)
 #: Frames that a GPU computes in each turn of the host: a frame of 512 rows takes 2 ms, the host's own work for a
 #: turn 5 ms.
 _TOKENS_PER_TURN = 4
@@ -129,7 +131,9 @@ def plan_sizes(
     config: SparkConfig, options: NativeModelOptions, device: torch.device, dtype: torch.dtype
 ) -> EngineOptions:
     """Sizes of the engine, before anything is loaded. Raises as `NativeModelOptions.plan`."""
-    lm, width, folder = config.lm, dtype.itemsize, config.folder
+    lm = config.lm
+    width = dtype.itemsize
+    folder = config.folder
     with Checkpoint(folder / LLM) as model, Checkpoint(folder / BICODEC) as codec:
         weights = model.values() * width + codec.values() * torch.float32.itemsize
     weights += sum(

@@ -57,7 +57,8 @@ class SparkRequestInfo(RequestInfo):
 
     def read(self, tokens: Tokens) -> FinishedCodes:
         """See `RequestInfo.read`; cuts speech that is longer than requested."""
-        found, finish = self.vocabulary.parse(tokens.ids), tokens.finish
+        found = self.vocabulary.parse(tokens.ids)
+        finish = tokens.finish
         semantic = found.semantic[: self.max_semantic]
         if len(semantic) < len(found.semantic):
             finish = "length"
@@ -67,7 +68,8 @@ class SparkRequestInfo(RequestInfo):
             raise no_audio("The model wrote no speech tokens.")
         if len(voice) != self.voice_tokens:
             raise no_audio(f"The model wrote {len(voice)} tokens of a voice instead of {self.voice_tokens}.")
-        state, own = Voice(torch.tensor(voice)), tokens.log_probabilities
+        state = Voice(torch.tensor(voice))
+        own = tokens.log_probabilities
         if own is not None:
             speech = self.vocabulary.semantic
             own = own[[token in speech for token in tokens.ids]][: len(semantic)]
@@ -117,7 +119,8 @@ def model_spec(config: SparkConfig) -> ModelSpec:
 
 #: Maximum and usual numbers of tokens of a created voice besides its global and semantic tokens: pitch and
 #: speed values, and control tokens around the parts.
-CREATION_EXTRAS, _USUAL_EXTRAS = 32, 8
+CREATION_EXTRAS = 32
+_USUAL_EXTRAS = 8
 #: vLLM's share of the GPU's memory. The LM has a billion bytes; BiCodec and the reference encoder need the
 #: rest.
 _MEMORY_SHARE = 0.5
@@ -140,7 +143,8 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
         raise invalid("SparkTTS does not work in float16.", "Choose bfloat16 or float32.")
     if isinstance(chosen, TokenModelOptions):
         load_vllm(chosen.cpu_kv_gib)
-    device, config = open_device(chosen.device, chosen.threads), SparkConfig.from_folder(folder)
+    device = open_device(chosen.device, chosen.threads)
+    config = SparkConfig.from_folder(folder)
     if isinstance(chosen, TokenModelOptions):
         # Checks the tensors here: vLLM reads them in another process, where an error would only end the
         # engine.
@@ -152,12 +156,14 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
         # errors are raised before.
         host = VllmHost(model_spec(config), chosen)
         return SparkPipeline(parts, open_stage(parts.codec), host, chosen.keep_unfinished)
-    dtype, lm = precision(chosen.dtype, device), config.lm
+    dtype = precision(chosen.dtype, device)
+    lm = config.lm
     check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [lm])
     sizes = plan_sizes(config, chosen, device, dtype)
     codec_dtype = precision(chosen.codec_dtype or chosen.dtype, device)
     parts = Parts.load(config, device, codec_dtype, chosen.decodes)
-    drawable, stage = Drawable.of(parts.vocabulary, lm), open_stage(parts.codec, chosen.reproducible)
+    drawable = Drawable.of(parts.vocabulary, lm)
+    stage = open_stage(parts.codec, chosen.reproducible)
     with torch.inference_mode():
         weights = load_weights(config, drawable, dtype, device)
         model = SparkModel(lm, weights, drawable, sizes.max_context)
@@ -168,7 +174,8 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
 def open_decoder(folder: Path, **options: Any) -> StageDecoder:
     """Loads the decoder of a checkpoint's codec alone, with the options of `open_pipeline`; raises like it."""
     chosen = read_model_options(options, NativeModelOptions, TokenModelOptions)
-    device, config = open_device(chosen.device, chosen.threads), SparkConfig.from_folder(folder)
+    device = open_device(chosen.device, chosen.threads)
+    config = SparkConfig.from_folder(folder)
     native = isinstance(chosen, NativeModelOptions)
     dtype = precision(chosen.codec_dtype or (chosen.dtype if native else None), device)
     codec = load_bicodec(config, device, dtype)[1]
@@ -211,13 +218,16 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
     def __init__(
         self, parts: Parts, stage: CodecStage, host: TokenHost, keep_unfinished: bool = False
     ) -> None:
-        self.parts, self.config, self.host = parts, parts.config, host
+        self.parts = parts
+        self.config = parts.config
+        self.host = host
         self.name = self.config.folder.name
         self.sample_rate = self.config.sample_rate
         self.frame_samples = self.config.bicodec.samples_per_token
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
-        info, native = host.info, host.info.engine == "native"
+        info = host.info
+        native = host.info.engine == "native"
         self._context = info.max_context
         self._meta = {"engine": info.engine, **({"executor": info.executor} if native else {})}
         self._meta["dtype"] = info.dtype
@@ -228,12 +238,16 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkRequestInfo]:
         """The LM's request, and the parts of the request that its results need. Raises `InputError` for a
         request that this model cannot serve."""
-        config, generation, vocabulary = self.config, request.generation, self.parts.vocabulary
+        config = self.config
+        generation = request.generation
+        vocabulary = self.parts.vocabulary
         task = speech_task(request.messages, generation, self.capabilities, request.seed)
         prompt, voice = self._prompt(task)
         room = room_after(len(prompt), self._context)
         # Maximum tokens that the LM writes: speech, the tokens before it, and one for the end.
-        tokens, max_tokens, max_semantic = config.bicodec.speaker.token_num, SAMPLING.max_new_tokens, None
+        tokens = config.bicodec.speaker.token_num
+        max_tokens = SAMPLING.max_new_tokens
+        max_semantic = None
         if generation.max_seconds is not None:
             max_semantic = frames_within(generation.max_seconds, config.tokens_per_second, max_tokens)
             before = 1 if voice is not None else tokens + CREATION_EXTRAS

@@ -90,7 +90,8 @@ class Vocabulary:
 
     def parse(self, ids: Iterable[int]) -> SparkCodes:
         """The tokens of BiCodec among these ids, at any position, like the published parser."""
-        semantic, voice = self.semantic, self.voice
+        semantic = self.semantic
+        voice = self.voice
         known = list(ids)
         return SparkCodes(
             tuple(token - semantic.start for token in known if token in semantic),

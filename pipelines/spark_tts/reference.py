@@ -85,7 +85,8 @@ class SemanticFeatures:
     def states(self, values: Tensor, mask: Tensor | None = None) -> list[Tensor]:
         """The embedding and the output of each layer, [batch, steps, hidden] each, like the `hidden_states` of
         transformers."""
-        model, encoder = self.model, self.model.encoder
+        model = self.model
+        encoder = self.model.encoder
         x = model.feature_projection(model.feature_extractor(values.to(self.device)).transpose(1, 2))[0]
         x = x if mask is None else x * mask[:, :, None]
         x = x + encoder.pos_conv_embed(x)
@@ -107,7 +108,8 @@ def _tensors(folder: Path) -> TensorTable:
 
 
 #: Maximum clips, and seconds of recordings with their padding, of a batch on a GPU.
-_CLIPS, _BATCH_SECONDS = 8, 24
+_CLIPS = 8
+_BATCH_SECONDS = 24
 #: An int of a tuple.
 _TOKEN_BYTES = 36
 
@@ -174,7 +176,8 @@ class ReferenceEncoder:
     def semantic_tokens(self, values: Tensor, lengths: Tensor | None) -> Tensor:
         """values: float32 [batch, samples] of these lengths, int64 [batch] (None: no row is padded) -> int64
         [batch, steps]. The tokens of a row do not depend on its padding."""
-        features, mask = self.features, None
+        features = self.features
+        mask = None
         if lengths is not None:
             steps = torch.arange(features.steps(values.shape[1]), device=values.device)
             mask = steps < features.steps(lengths)[:, None]

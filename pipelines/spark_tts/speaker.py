@@ -17,8 +17,14 @@ from pipelines.spark_tts.config import MelConfig, SpeakerConfig
 
 #: Sizes that are constants of the published code (ECAPA_TDNN_GLOB_c512, PerceiverResampler), not of the
 #: config.
-_WIDTH, _GROUPS, _SQUEEZED, _CONTEXT = 512, 8, 128, 1536
-_HEADS, _HEAD_DIM, _DEPTH, _FEED_FORWARD = 8, 64, 2, 4
+_WIDTH = 512
+_GROUPS = 8
+_SQUEEZED = 128
+_CONTEXT = 1536
+_HEADS = 8
+_HEAD_DIM = 64
+_DEPTH = 2
+_FEED_FORWARD = 4
 #: The FSQ of lucidrains limits its input to a range that is a thousandth wider than the levels.
 _FSQ_WIDEN = 1.001
 
@@ -79,7 +85,8 @@ class SqueezeExcitation(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.linear1, self.linear2 = nn.Linear(channels, _SQUEEZED), nn.Linear(_SQUEEZED, channels)
+        self.linear1 = nn.Linear(channels, _SQUEEZED)
+        self.linear2 = nn.Linear(_SQUEEZED, channels)
 
     def forward(self, x: Tensor) -> Tensor:
         gate = torch.sigmoid(self.linear2(torch.relu(self.linear1(x.mean(dim=2)))))

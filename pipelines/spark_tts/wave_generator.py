@@ -114,7 +114,8 @@ class WaveGenerator(nn.Module):
 
 #: Steps that a convolution reads on either side: in the stem, the head and a residual unit at dilation 1; and
 #: in a transposed convolution.
-_REACH, _UP_REACH = 3, 1
+_REACH = 3
+_UP_REACH = 1
 
 _ops: Any = torch.ops.nightjar
 
@@ -147,7 +148,9 @@ class FusedWave:
     def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x: [batch, input, steps] in `dtype`; mask: as for the plain module. Returns float32 [batch, samples per
         step * steps] within [-1, 1]."""
-        steps, lead, entry = x.shape[2], 2 * _REACH, self._entry
+        steps = x.shape[2]
+        lead = 2 * _REACH
+        entry = self._entry
         # Full rows have ends too, so that kernels are compiled only for rows with ends.
         ends = (
             x.new_full((len(x),), steps, dtype=torch.int32)
@@ -160,7 +163,8 @@ class FusedWave:
         after = (following, offset, *entry.snake)
         _ops.codec_active_conv(a, lead, *self._stem, lead + 1, 1, None, None, *after, ends=ends)
         for block in self._blocks:
-            before, ends = ends, ends * block.rate
+            before = ends
+            ends = ends * block.rate
             following, ahead = block(following, ahead, None, before, ends)
         return torch.tanh(_ops.codec_head(following, ahead, *self._head) * HEADROOM)
 

@@ -99,7 +99,8 @@ def frame_samples(config: SpeechLmConfig) -> int:
 
 def identity(config: SpeechLmConfig) -> CodecIdentity:
     """The identity of the codec. Raises `ModelError` (`model.bad_checkpoint`)."""
-    digest, name = hashlib.sha256(), config.xcodec_hf_model_tag.rpartition("/")[2]
+    digest = hashlib.sha256()
+    name = config.xcodec_hf_model_tag.rpartition("/")[2]
     with Checkpoint(config.folder) as checkpoint:
         checkpoint.update_digest(digest, CODEC)
     rate = config.sample_rate / frame_samples(config)

@@ -37,7 +37,8 @@ class TextCoder:
 
     def __init__(self, config: SpeechLmConfig) -> None:
         """Raises `ModelError` (`model.bad_checkpoint`) for a tokenizer that is missing or cannot be read."""
-        self._start, self._end = config.text_token_offset, config.text_token_end
+        self._start = config.text_token_offset
+        self._end = config.text_token_end
         path = config.folder / "tokenizer.json"
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
@@ -154,7 +155,8 @@ class Script:
         """The request for the text after its marker. Its tokens have no codes, so that the audio after it,
         and other requests, may share its KV."""
         special = config.specials
-        prompt, ends = [*self.prompt_ids, special.text], (special.eos, special.eot)
+        prompt = [*self.prompt_ids, special.text]
+        ends = (special.eos, special.eot)
         extra = {"text": self.text, **self._extra(private=False)}
         return TokenRequest(
             self.request_id,
@@ -172,7 +174,8 @@ class Script:
         The null branch reads pads up to the marker of audio, then the same audio. So all null branches begin
         alike.
         """
-        special, prompt = config.specials, [*self.prompt_ids, *before]
+        special = config.specials
+        prompt = [*self.prompt_ids, *before]
         # The sampler ends a broken pair with the pad.
         sampling = self._sampling(self.max_tokens - len(before), (special.eos, special.pad))
         extra = {"audio": self.audio, "min_rows": self.min_rows, "max_rows": self.max_rows}
@@ -196,7 +199,8 @@ class Script:
 
 
 #: First code of the row that ends the audio. It says what ended it, because the row's token is always eos.
-ENDED_BY_EOT, ENDED_BY_LIMIT = 1, 2
+ENDED_BY_EOT = 1
+ENDED_BY_LIMIT = 2
 End = Literal["eos", "eot", "length"]
 _ENDS: tuple[End, ...] = ("eos", "eot", "length")
 
@@ -218,14 +222,16 @@ def read_output(
 ) -> ModelOutput:
     """Reads the ids of a request; `codes` [rows, streams] are those of its audio; `finished`: false if
     max_tokens ended it."""
-    special, ids = config.specials, list(ids)
+    special = config.specials
+    ids = list(ids)
     ends: dict[int, End] = {special.eos: "eos", special.eot: "eot"}
     end = ends.get(ids[-1], "length") if finished else "length"
     if codes is None:
         return ModelOutput(ids, np.zeros((0, config.streams), np.int64), end)
     rows = codes.copy()
     if end != "length":
-        end, rows = _ENDS[rows[-1, 1]], rows[:-1]
+        end = _ENDS[rows[-1, 1]]
+        rows = rows[:-1]
         ids[-1] = special.eot if end == "eot" else special.eos
     rows[:, 0] -= config.codec_base_offset
     # Codes beside the token are 1 + their index in their stream's ids, where the pad has index 0.

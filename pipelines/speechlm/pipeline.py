@@ -95,7 +95,8 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
 def open_decoder(folder: Path, **options: Any) -> StageDecoder:
     """Loads the decoder of a checkpoint's codec alone, with the options of `open_pipeline`; raises like it."""
     chosen = read_options(SpeechLmOptions, options)
-    device, config = open_device(chosen.device, chosen.threads), SpeechLmConfig.from_folder(folder)
+    device = open_device(chosen.device, chosen.threads)
+    config = SpeechLmConfig.from_folder(folder)
     with Checkpoint(folder) as checkpoint:
         codec = load_codec(checkpoint, config, device, precision(chosen.codec_dtype, device))
     return StageDecoder(open_stage(codec), config.sample_rate)
@@ -135,8 +136,10 @@ class SpeechLmUtterance(Utterance):
             self.failed(error)
 
     def _text_finished(self, tokens: Tokens) -> None:
-        special, script = self._info.config.specials, self._info.script
-        ids, ended = [special.text, *tokens.ids], tokens.finish == "stop"
+        special = self._info.config.specials
+        script = self._info.script
+        ids = [special.text, *tokens.ids]
+        ended = tokens.finish == "stop"
         if script.with_audio and ended and ids[-1] == special.eot:
             ids += [special.assistant, special.audio]
             if len(ids) < script.max_tokens:
@@ -170,7 +173,8 @@ class SpeechLmUtterance(Utterance):
         """Delivers an answer of text at once; sends audio to the codec first."""
         info = self._info
         answer = read_output(info.config, ids, codes, finished=finished)
-        text, frames = info.coder.decode(answer.ids), deinterleave(answer.rows)
+        text = info.coder.decode(answer.ids)
+        frames = deinterleave(answer.rows)
         info.meta["tokens"] = len(answer.ids)
         finish = "length" if answer.end == "length" else "stop"
         meta = {**info.meta, "finish": finish}
@@ -207,7 +211,8 @@ class SpeechLmStreamer(SpeechLmUtterance):
         self._decoder = DecodeStream(skip_special_tokens=True)
 
     def tokens(self, ids: list[int], codes: IntArray | None) -> None:
-        config, tokenizer = self._info.config, self._info.coder.tokenizer
+        config = self._info.config
+        tokenizer = self._info.coder.tokenizer
         for token in ids:
             is_text = config.text_token_offset <= token < config.text_token_end
             if is_text and (piece := self._decoder.step(tokenizer, token)):
@@ -300,7 +305,8 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
 
     def _sampling(self, generation: Generation) -> tuple[StreamSampling, StreamSampling]:
         """The sampling of the text and of the audio."""
-        config, top_p = self.config, or_default(generation.top_p, 1.0)
+        config = self.config
+        top_p = or_default(generation.top_p, 1.0)
         text = or_default(generation.text_temperature, generation.temperature, config.text_temperature)
         audio = or_default(generation.audio_temperature, generation.temperature, config.audio_temperature)
         text_top_k = or_default(generation.top_k, config.text_topk)

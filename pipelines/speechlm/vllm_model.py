@@ -58,7 +58,8 @@ class SpeechLmState(FrameState):
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        slots, self._config = self.max_num_reqs, model.speechlm
+        slots = self.max_num_reqs
+        self._config = model.speechlm
         #: Seeds; positions of the first row of audio; minimum rows of audio; settings of the text (`first`)
         #: and of audio (`residual`).
         self.drawing = SlotState(slots, 1, 1, 1, 0, 0, torch.float32, device)
@@ -80,11 +81,13 @@ class SpeechLmState(FrameState):
         self._features: dict[int, list[tuple[int, Tensor]]] = {}
 
     def admit(self, slot: int, prompt: list[int], written: int, sampling: Any) -> None:
-        extra, length = sampling.extra_args or {}, len(prompt)
+        extra = sampling.extra_args or {}
+        length = len(prompt)
         text, audio = (StreamSampling(*extra.get(kind, _GREEDY)) for kind in ("text", "audio"))
         settings = _Settings(text, audio, half_of(extra))
         draws = SamplingParams(*text, 1.0, *audio, min_new_tokens=extra.get("min_rows", 0))
-        seed, nothing = sampling.seed or 0, np.zeros(0, np.int64)
+        seed = sampling.seed or 0
+        nothing = np.zeros(0, np.int64)
         self.drawing.place([Placement(slot, (), seed, draws, nothing, self._unused, length)])
         self._settings[slot] = settings
         self.origins[slot] = extra.get("noise_origin", length)
@@ -106,9 +109,11 @@ class SpeechLmState(FrameState):
             for row in np.flatnonzero(input_batch.idx_mapping_np[: input_batch.num_reqs] == slot):
                 begin, end = input_batch.query_start_loc_np[row : row + 2].tolist()
                 last = int(input_batch.seq_lens_cpu_upper_bound[row])
-                first, shift = last - (end - begin), end - last
+                first = last - (end - begin)
+                shift = end - last
                 for position, rows in features:
-                    low, high = max(position, first), min(position + len(rows), last)
+                    low = max(position, first)
+                    high = min(position + len(rows), last)
                     if low < high:
                         embeds[low + shift : high + shift] = rows[low - position : high - position]
                 if all(position + len(rows) <= first for position, rows in features):
@@ -150,7 +155,9 @@ class SpeechLmState(FrameState):
     def _draw_audio(self, rows: Tensor, step: FrameStep, noise: Tensor, settings: list[_Settings]) -> Tensor:
         """Indices [n, streams] into the ids of each stream. After them, stream 0 has two more: eos and
         eot."""
-        count, streams, layer = len(rows), self._config.streams, self._config.codec_layer_size
+        count = len(rows)
+        streams = self._config.streams
+        layer = self._config.codec_layer_size
         logits = rows.new_full((count, streams, layer + 2), _NEVER)
         logits[:, :, :layer] = rows[:, :-2].view(count, streams, layer)
         drawing = self.drawing
@@ -167,8 +174,10 @@ class SpeechLmState(FrameState):
     def _draw_text(self, logits: Tensor, step: FrameStep, noise: Tensor, settings: list[_Settings]) -> Tensor:
         """Text ids, eos or eot [n]. A row whose top_k allows it is drawn only from the likeliest ids, because
         the vocabulary is large."""
-        start, end = self._config.text_token_offset, self._config.text_token_end
-        span, ends = logits[:, start:end], logits.index_select(1, self._ends_ids)
+        start = self._config.text_token_offset
+        end = self._config.text_token_end
+        span = logits[:, start:end]
+        ends = logits.index_select(1, self._ends_ids)
         flags = DrawFlags.of([row.text for row in settings])
         # The number does not depend on other rows, because the order and the number of candidates change a
         # draw.
@@ -190,7 +199,8 @@ class SpeechLmState(FrameState):
     def _assemble(self, speaks: Tensor, text: Tensor, audio: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
         """The token [n] and the codes [n, width] of each row, from its text or its audio. `audio`: the drawn
         indices; `full`: whether a row has its maximum of audio."""
-        eos, layer = self._config.specials.eos, self._config.codec_layer_size
+        eos = self._config.specials.eos
+        layer = self._config.codec_layer_size
         ended = (audio[:, 0] >= layer) | full
         first = torch.where(ended, eos, audio[:, 0] + self._config.codec_base_offset)
         codes = torch.where((speaks & ~ended)[:, None], audio[:, 1:] + 1, 0)
@@ -214,7 +224,8 @@ class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.speechlm = SpeechLmConfig.from_folder(Path(vllm_config.model_config.model))
         self.width = self.speechlm.streams - 1
-        rows, hidden = self.speechlm.streams * self.speechlm.codec_layer_size, self.speechlm.backbone.hidden
+        rows = self.speechlm.streams * self.speechlm.codec_layer_size
+        hidden = self.speechlm.backbone.hidden
         dtype = vllm_config.model_config.dtype
         #: [1 + width * layer, hidden]: row 0 is zero, for tokens without a code.
         self.frame_embedding = _parameter(
@@ -249,8 +260,10 @@ class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
                 if name == HEAD or name.startswith("model."):
                     yield name, tensor
 
-        loaded, config = super().load_weights(decoder()), self.speechlm
-        head, layer = held[HEAD], config.codec_layer_size
+        loaded = super().load_weights(decoder())
+        config = self.speechlm
+        head = held[HEAD]
+        layer = config.codec_layer_size
         self.frame_embedding.data[1:] = held[EMBEDDING][config.codec_base_offset + layer : config.codec_end]
         self.frame_head.data[:-2] = head[config.codec_base_offset : config.codec_end]
         self.frame_head.data[-2:] = head[[config.specials.eos, config.specials.eot]]

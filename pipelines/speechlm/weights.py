@@ -17,7 +17,8 @@ TOWER = "multimodal_io_dict.continuous_audio.model.audio_tower."
 ADAPTOR = "adaptor.continuous_audio."
 CODEC = "multimodal_io_dict.discrete_audio.codec_model."
 STREAMS = "stream_emb.weight"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 #: The parts of the codec in a checkpoint: decoding needs the first three; only encoding or training needs the
 #: others.
 _CODEC_PARTS = (
@@ -39,7 +40,8 @@ def check_names(checkpoint: Checkpoint, config: SpeechLmConfig) -> None:
 
     Tower and codec check their own tensors.
     """
-    backbone, take = config.backbone, partial(checkpoint.take, device="meta")
+    backbone = config.backbone
+    take = partial(checkpoint.take, device="meta")
     take_stack(Loader(checkpoint, "model.", torch.float32, torch.device("meta")), backbone)
     for name, rows in ((EMBEDDING, backbone.vocab), (HEAD, backbone.vocab), (STREAMS, config.streams)):
         take(name, (rows, backbone.hidden))

@@ -34,7 +34,9 @@ class EngineFrames:
 
     def __init__(self, tensors: FrameTensors, state: SlotState, graphed: bool) -> None:
         """`graphed`: whether the fused kernels are replayed as graphs."""
-        self._tensors, self._state, self._graphed = tensors, state, graphed
+        self._tensors = tensors
+        self._state = state
+        self._graphed = graphed
         self._device = tensors.head.device
         self._buckets = buckets_for(state.slots) if self._device.type == "cuda" else ()
         self._made: dict[int, _Bucket] = {}
@@ -65,8 +67,10 @@ class EngineFrames:
         if bucket not in self._made:
             from kernels.lm_frame import FusedFrame, plan_for  # needs Triton
 
-            tensors, device = self._tensors, self._device
-            stack, dtype = tensors.backbone, tensors.head.dtype
+            tensors = self._tensors
+            device = self._device
+            stack = tensors.backbone
+            dtype = tensors.head.dtype
             none = PagedKV(0, 0, stack.kv_heads, 1, stack.head_dim, dtype, device)
             frame = FusedFrame(
                 tensors, self._state.tensors, none.k, none.v, bucket, plan_for(bucket, stack.hidden)

@@ -79,7 +79,8 @@ class FrameState(DefaultModelState):
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        slots, width = self.max_num_reqs, model.width
+        slots = self.max_num_reqs
+        width = model.width
         #: int16 [slots, positions, width]: the codes of the token at each position; 0 without codes.
         self.codes = torch.zeros(slots, self.max_model_len + 1, width, dtype=torch.int16, device=device)
         # CUDA graphs read their input here.
@@ -144,7 +145,8 @@ class FrameState(DefaultModelState):
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
         """See vLLM's `ModelState`."""
         inputs = dict(super().prepare_inputs(input_batch, req_states))
-        tokens, rows = input_batch.num_tokens, input_batch.num_reqs
+        tokens = input_batch.num_tokens
+        rows = input_batch.num_reqs
         starts = input_batch.query_start_loc[: rows + 1]
         lengths = (starts[1:] - starts[:-1]).long()
         slots = torch.repeat_interleave(input_batch.idx_mapping[:rows].long(), lengths, output_size=tokens)
@@ -222,7 +224,8 @@ class EngineFrameState(FrameState):
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        tensors, slots = self.frame_tensors(), self.max_num_reqs
+        tensors = self.frame_tensors()
+        slots = self.max_num_reqs
         self._prompt = torch.zeros(tensors.backbone.hidden, dtype=self.dtype, device=device)
         self.drawing = SlotState(
             slots, len(self._prompt), len(tensors.head), 1, 0, 0, self.dtype, device, tensors.draw.window
@@ -246,7 +249,8 @@ class EngineFrameState(FrameState):
         return super().custom_sampler(sampler)
 
     def admit(self, slot: int, prompt: list[int], written: int, sampling: Any) -> None:
-        state, nothing = self.drawing, np.zeros(0, np.int64)
+        state = self.drawing
+        nothing = np.zeros(0, np.int64)
         how = sampling.temperature, max(sampling.top_k, 0), sampling.top_p
         draws = SamplingParams(*how, 1.0, *how, min_new_tokens=0)
         state.place([Placement(slot, (), sampling.seed or 0, draws, nothing, self._prompt, 0)])

@@ -46,10 +46,12 @@ from pipelines.vllm_engine.plugin import CONFIG_FORMAT, register
 log = logging.getLogger(__name__)
 
 #: Default slots.
-_CPU_SEQUENCES, _GPU_SEQUENCES = 32, 512
+_CPU_SEQUENCES = 32
+_GPU_SEQUENCES = 512
 #: Default tokens of a step. vLLM's own default on a GPU is a quarter of this, with which a burst of requests
 #: needs four times as many steps.
-_CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 2048, 8192
+_CPU_STEP_TOKENS = 2048
+_GPU_STEP_TOKENS = 8192
 #: vLLM's default limit of sequences in a CUDA graph; larger steps would be launched from Python.
 _GRAPHED_SEQUENCES = 512
 #: The largest batch size of a CUDA graph is a multiple of this.
@@ -65,7 +67,8 @@ _CPU_WAITING_ROOM = 64
 def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, Any]:
     """The arguments of `AsyncEngineArgs`. Raises `ConfigError` (`config.invalid`) for options that the model does not
     support."""
-    cpu, frames = on_cpu(), bool(spec.model)
+    cpu = on_cpu()
+    frames = bool(spec.model)
     sequences = options.slots or (_CPU_SEQUENCES if cpu else _GPU_SEQUENCES)
     memory_share, context = spec.chosen(options)
     arguments = {
@@ -171,7 +174,8 @@ def start_engine(spec: ModelSpec, arguments: dict[str, Any], moment: EngineMomen
 
 def sampling_params(spec: ModelSpec, request: TokenRequest, streamed: bool) -> SamplingParams:
     """vLLM's sampling of a sequence, with the data for Nightjar's samplers and schedulers."""
-    sampling, extra = request.sampling, {**request.extra}
+    sampling = request.sampling
+    extra = {**request.extra}
     if spec.prompt_extra is not None:
         extra |= spec.prompt_extra(request.prompt)
     if streamed:
@@ -245,7 +249,8 @@ class VllmHost:
     @property
     def info(self) -> EngineInfo:
         """Sizes of the engine and how it runs a step."""
-        slots, cache = self._arguments["max_num_seqs"], self._llm.vllm_config.cache_config
+        slots = self._arguments["max_num_seqs"]
+        cache = self._llm.vllm_config.cache_config
         return EngineInfo(
             slots=slots,
             waiting_room=self._room - slots,
@@ -288,7 +293,8 @@ class VllmHost:
             self._loop.call_soon_threadsafe(cancel)
 
     def stats(self, audio_seconds: float = 0.0) -> EngineStats:
-        moment, under_way = self.moment, self._taken
+        moment = self.moment
+        under_way = self._taken
         running = min(moment.running, under_way)
         return EngineStats(
             running=running,
@@ -304,7 +310,8 @@ class VllmHost:
         """Ends the engine core and the loop; open sequences fail with `synth.aborted`. May be called more than
         once."""
         with self._changed:
-            first, self._closing = not self._closing, True
+            first = not self._closing
+            self._closing = True
             self._changed.notify_all()
         if first:
             asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()

@@ -161,7 +161,8 @@ class Matched(NamedTuple):
 
 def match(halves: Sequence[Half | None], positions: IntArray, whole: NDArray[np.bool_]) -> Matched:
     """Finds the pairs in a step. Rows whose prompt is incomplete draw nothing and are skipped."""
-    found, seen = Matched([], [], [], []), dict[str, dict[Part, int]]()
+    found = Matched([], [], [], [])
+    seen = dict[str, dict[Part, int]]()
     for row, half in enumerate(halves):
         if half is not None and whole[row]:
             seen.setdefault(half.pair, {})[half.part] = row

@@ -33,13 +33,15 @@ from pipelines.vllm_engine.library import AT_ONCE, PRIVATE, SALTS, half_of
 #: waits.
 GROUP_SHARE = 16
 #: Maximum time between two groups, and maximum time without a new sequence while a group is gathered.
-GATHER_SECONDS, QUIET_SECONDS = 0.2, 0.05
+GATHER_SECONDS = 0.2
+QUIET_SECONDS = 0.05
 
 
 class _Grouped:
     """A mixin, which precedes one of vLLM's schedulers among the bases of a class."""
 
-    gather_seconds, monotonic = GATHER_SECONDS, staticmethod(time.monotonic)
+    gather_seconds = GATHER_SECONDS
+    monotonic = staticmethod(time.monotonic)
 
     def __init__(self, *arguments: Any, **keys: Any) -> None:
         super().__init__(*arguments, **keys)
@@ -73,7 +75,8 @@ class _Grouped:
         self._pairs = {
             name: pair for name, pair in self._pairs.items() if not any(half.is_finished() for half in pair)
         }
-        before, most = len(self.running), self.max_num_active_reqs
+        before = len(self.running)
+        most = self.max_num_active_reqs
         # New sequences are scheduled up to this number of running ones.
         self.max_num_active_reqs = self._paired_limit() if self._pairs else self._grouped_limit()
         try:
@@ -81,7 +84,8 @@ class _Grouped:
         finally:
             self.max_num_active_reqs = most
         if len(self.running) > before:
-            self._last_entry, self._ready = self.monotonic(), 0
+            self._last_entry = self.monotonic()
+            self._ready = 0
         return output
 
     def _grouped_limit(self) -> int:
@@ -153,7 +157,9 @@ class _Grouped:
             if blocks > free and not self.running and not entering:
                 self._give_up(pair)
                 break
-            slots, tokens, free = slots - 2, tokens - sum(map(_left, pair)), free - blocks
+            slots -= 2
+            tokens -= sum(map(_left, pair))
+            free -= blocks
             if min(slots, tokens, free) < 0 or any(half.num_stale_output_tokens for half in pair):
                 break
             entering.append(pair)
@@ -202,7 +208,8 @@ def request_extra(request: Any) -> dict[str, Any]:
 
 def _hashed_blocks(coordinator: Any, size: int) -> Callable[[Any, int], None]:
     """A `cache_blocks` for vLLM's coordinator that allows blocks without a hash."""
-    plain, managers = coordinator.cache_blocks, coordinator.single_type_managers
+    plain = coordinator.cache_blocks
+    managers = coordinator.single_type_managers
     cached = managers[0].num_cached_block if len(managers) == 1 and managers[0].block_size == size else None
 
     def cache_blocks(request: Any, num_computed_tokens: int) -> None:
@@ -227,8 +234,11 @@ def quick_allocation(manager: Any) -> Callable[..., Any] | None:
     managers = manager.coordinator.single_type_managers
     if len(managers) != 1 or type(managers[0]) is not FullAttentionManager:
         return None
-    blocks, size = managers[0].req_to_blocks, managers[0].block_size
-    plain, nothing, running = manager.allocate_slots, manager.empty_kv_cache_blocks, RequestStatus.RUNNING
+    blocks = managers[0].req_to_blocks
+    size = managers[0].block_size
+    plain = manager.allocate_slots
+    nothing = manager.empty_kv_cache_blocks
+    running = RequestStatus.RUNNING
 
     def allocate_slots(
         request: Any, num_new_tokens: int, *, num_lookahead_tokens: int = 0, **keys: Any
