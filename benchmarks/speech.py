@@ -44,6 +44,7 @@ from benchmarks.common import Bench, Row, ThreadUse, Use, environment_with, pars
 from benchmarks.engine import Watched
 from benchmarks.voices import recording, write_package
 from kernels.registry import on_device
+from pipelines.codec.decoder import gathering_stage
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine, NativeHost
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, open_executor
@@ -210,7 +211,7 @@ class Fish(Dummy):
         return model, MemoryNeeds(0, slot, page, 1_600_000)
 
     def stage(self) -> Any:
-        return fish_pipeline.open_stage(self.codec.decoder)
+        return gathering_stage(self.codec.decoder, *fish_pipeline.GATHER)
 
     def host(self, engine: Engine) -> TokenHost:
         return fish_lm.native_host(self.config, engine)

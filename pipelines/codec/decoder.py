@@ -28,7 +28,7 @@ from pipelines.codec.batches import (
 )
 from pipelines.codec.blocks import Past
 from pipelines.codec.graphs import STEP_FRAMES, StreamGraphs, UtteranceGraphs, pieces
-from pipelines.codec.stage import Decoder
+from pipelines.codec.stage import CodecStage, Decoder
 from pipelines.codec.states import CodecShape, CodecState, WriteEvent
 from pipelines.codec.transfer import PendingSamples, pinned, recorded
 from pipelines.errors import ErrorCode, SynthesisError
@@ -385,3 +385,20 @@ class CausalDecoder(Decoder):
             waves.append(self.run(part, past))
             past = Past(past.after, past.positions + part.shape[1])
         return torch.cat(waves, dim=1)
+
+
+def gathering_stage(
+    decoder: CausalDecoder | None,
+    max_batch: int,
+    gather_seconds: float,
+    gather_frames: int,
+    decode_frames: int | None = None,
+) -> CodecStage:
+    """Opens the stage of a codec; without a decoder it only stands for one. On a GPU it gathers utterances, as
+    `CodecStage` describes, into batches of up to `decode_frames` frames."""
+    if decoder is None:
+        return CodecStage()
+    decoder.batch_frames = decode_frames or decoder.batch_frames
+    if decoder.device.type == "cpu":
+        return CodecStage(decoder)
+    return CodecStage(decoder, max_batch, decoder.device, gather_seconds, gather_frames)

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipelines.codec.decoder import gathering_stage
 from pipelines.codec.stage import CodecStage
 from pipelines.duration import longest_seconds
 from pipelines.engine.opening import NativeModelOptions, explain_oom
 from pipelines.errors import ErrorCode, InputError, NightjarError, unsupported
-from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
+from pipelines.fish_speech.codec import Codec, ReferenceEncoder, load_codec
 from pipelines.fish_speech.config import CAPABILITIES, FishConfig
 from pipelines.fish_speech.model import FishModel, load_weights, model_spec, native_host, plan_sizes
 from pipelines.fish_speech.prompt import (
@@ -195,9 +196,7 @@ def _spoken(columns: IntArray, request: TokenRequest) -> IntArray:
 
 
 #: On a GPU finished utterances wait to be decoded together: maximum time, utterances and frames.
-_GATHER_SECONDS = 0.05
-_GATHER_UTTERANCES = 256
-_GATHER_FRAMES = 4096
+GATHER = (256, 0.05, 4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +225,7 @@ def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
     sizes = plan_sizes(config, chosen, device, dtype) if native else None
     vocabulary = Vocabulary.from_folder(config)
     codec = _codec(config, chosen, device, chosen.decodes)
-    stage = open_stage(codec.decoder, sizes.decode_frames if sizes else None)
+    stage = gathering_stage(codec.decoder, *GATHER, sizes.decode_frames if sizes else None)
     if isinstance(chosen, NativeModelOptions):
         assert sizes is not None
         with torch.inference_mode():
@@ -247,7 +246,7 @@ def open_decoder(folder: Path, **options: Any) -> StageDecoder:
     chosen = read_model_options(options, NativeModelOptions, FishOptions)
     config = FishConfig.from_folder(folder)
     codec = _codec(config, chosen, open_device(chosen.device, chosen.threads), decodes=True)
-    return StageDecoder(open_stage(codec.decoder), config.sample_rate)
+    return StageDecoder(gathering_stage(codec.decoder, *GATHER), config.sample_rate)
 
 
 def _codec(
@@ -322,13 +321,3 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
             task.text, self.sample_rate, meta, self._keep_unfinished, plan, self.config.codec.codes
         )
         return plan.current, info
-
-
-def open_stage(decoder: CodecDecoder | None, decode_frames: int | None = None) -> CodecStage:
-    """Opens the codec's stage; without a decoder it only stands for one. On a GPU utterances are gathered into batches of up to `decode_frames` frames."""
-    if decoder is None:
-        return CodecStage()
-    decoder.batch_frames = decode_frames or decoder.batch_frames
-    if decoder.device.type == "cpu":
-        return CodecStage(decoder)
-    return CodecStage(decoder, _GATHER_UTTERANCES, decoder.device, _GATHER_SECONDS, _GATHER_FRAMES)

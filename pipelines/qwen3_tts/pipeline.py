@@ -20,7 +20,7 @@ import torch
 
 from kernels.lm_persistent import PREDICTORS, TALKERS
 from kernels.registry import on_device
-from pipelines.codec.decoder import CodecState
+from pipelines.codec.decoder import CodecState, gathering_stage
 from pipelines.codec.graphs import stream_bytes, utterance_bytes
 from pipelines.codec.stage import CodecStage
 from pipelines.duration import longest_seconds
@@ -310,16 +310,10 @@ def start_warming(decoder: CodecDecoder | None, clones: bool = False) -> Callabl
 def open_stage(
     decoder: CodecDecoder | None, decode_frames: int | None = None, streams: bool = False
 ) -> CodecStage:
-    """Opens the codec's stage; without a decoder it only stands for one. On a GPU it gathers utterances into batches of up to `decode_frames` frames, or
-    decodes them as a continuous batch if the decoder was prepared for one. `streams`: whether there can be
-    streams."""
-    if decoder is None:
-        return CodecStage()
-    decoder.batch_frames = decode_frames or decoder.batch_frames
-    if decoder.device.type == "cpu":
-        return CodecStage(decoder)
-    gather_seconds = _SHORT_GATHER_SECONDS if streams or decoder.utterances is not None else _GATHER_SECONDS
-    return CodecStage(decoder, _MAX_UTTERANCES, decoder.device, gather_seconds, _GATHER_FRAMES)
+    """See `gathering_stage`; `streams`: whether there can be streams."""
+    short = streams or (decoder is not None and decoder.utterances is not None)
+    gather_seconds = _SHORT_GATHER_SECONDS if short else _GATHER_SECONDS
+    return gathering_stage(decoder, _MAX_UTTERANCES, gather_seconds, _GATHER_FRAMES, decode_frames)
 
 
 #: Positions and frames of the warm-up speech; as a stream it has chunks of every size.

@@ -19,11 +19,12 @@ from tests.support.wide_heads import widened
 
 require_v2()
 
+from pipelines.codec.decoder import gathering_stage  # noqa: E402
 from pipelines.errors import ErrorCode, InputError, NightjarError  # noqa: E402
 from pipelines.fish_speech.codec import load_codec  # noqa: E402
 from pipelines.fish_speech.config import FishConfig  # noqa: E402
 from pipelines.fish_speech.model import model_spec  # noqa: E402
-from pipelines.fish_speech.pipeline import FishPipeline, open_stage  # noqa: E402
+from pipelines.fish_speech.pipeline import GATHER, FishPipeline  # noqa: E402
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary  # noqa: E402
 from pipelines.options import TokenModelOptions  # noqa: E402
 from pipelines.recording import Recording  # noqa: E402
@@ -66,7 +67,7 @@ def opened(share_prefixes: bool = False) -> Iterator[FishPipeline]:
             Vocabulary.from_folder(config),
             codec,
             host,
-            open_stage(codec.decoder),
+            gathering_stage(codec.decoder, *GATHER),
             keep_unfinished=True,
         )
         with closing(pipeline):

@@ -273,7 +273,9 @@ def test_a_gpu_that_another_program_fills_is_no_wrong_setting(
 def test_whole_utterances_wait_for_less_company_beside_streams_and_in_the_steps_of_a_continuous_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(qwen3, "CodecStage", lambda _decoder, _most, _device, seconds, _frames: seconds)
+    monkeypatch.setattr(
+        "pipelines.codec.decoder.CodecStage", lambda _decoder, _most, _device, seconds, _frames: seconds
+    )
     decoder: Any = SimpleNamespace(device=torch.device("cuda"), batch_frames=4096, utterances=None)
     short, long = qwen3.open_stage(decoder, 2048, streams=True), qwen3.open_stage(decoder, 2048)
     assert 0 < short < long
