@@ -95,8 +95,7 @@ class Publisher:
             return
         with self.connection() as connection:
             producer = self._app.amqp.Producer(connection, auto_declare=False)
-            queue = self._app.amqp.queues[QUEUE]
-            queue(producer.channel).declare()
+            self._app.amqp.queues[QUEUE](producer.channel).declare()
             with producer.batch(max_size=BATCH_MESSAGES):
                 for ticket in tickets:
                     arguments = {"job": ticket.job_id, "shard": ticket.shard_no, "epoch": ticket.epoch}

@@ -145,8 +145,7 @@ class JoinedSpeech:
         self._file.close()
         if audio_format in LOSSY:
             total = soundfile.info(file).frames
-        audio = EncodedAudio(file, size, rate, total, round(total * 1000 / rate))
-        return audio, words_file(*whole)
+        return EncodedAudio(file, size, rate, total, round(total * 1000 / rate)), words_file(*whole)
 
     def _blocks(self) -> Iterator[NDArray[np.int16]]:
         for number in range(len(self._pauses)):

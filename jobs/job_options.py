@@ -474,8 +474,7 @@ def _omitted(job: Job, home: str | None, engines: Sequence[str], card: ModelCard
         yield f"The job was made on the engine {engines[0]}: workers of a new job need {ENGINE}={engines[0]}."
     if job.input_uri == "-":
         yield "The input was standard input: give the same lines again."
-    roles = (job.spec.generation.roles or {}).values()
-    if any(one != Generation(voice=one.voice) for one in roles):
+    if any(one != Generation(voice=one.voice) for one in (job.spec.generation.roles or {}).values()):
         yield "The job has generation settings that no option can set; see `spec` in the JSON."
     revision = job.spec.model_revision
     if revision and (card is None or card.revision != revision):

@@ -50,8 +50,7 @@ def _note(kind: str, name: str, home: Path | None) -> None:
         if home is None:
             note.unlink(missing_ok=True)
             return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        with os.fdopen(open_own(note, flags, make_folders=True), "w") as file:
+        with os.fdopen(open_own(note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, make_folders=True), "w") as file:
             file.write(str(home.absolute()))
 
 

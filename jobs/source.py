@@ -189,8 +189,7 @@ def split_lines(stream: BinaryIO) -> Iterator[list[bytes | None]]:
     tail, skipping = b"", False
     chunk = stream.read(_CHUNK_BYTES).removeprefix(_BOM)
     while chunk:
-        data = tail + chunk
-        whole = data.split(b"\n")
+        whole = (tail + chunk).split(b"\n")
         tail = whole.pop()
         if whole:
             parts: list[bytes | None] = [*whole]

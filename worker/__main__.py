@@ -178,8 +178,7 @@ def nightly(
     """
     from worker.nightly import run_nights
 
-    settings = _settings()
-    nights = run_nights(settings, night, catch_up, names, wait_seconds=wait_hours * 3600, again=again)
+    nights = run_nights(_settings(), night, catch_up, names, wait_seconds=wait_hours * 3600, again=again)
     for one in nights:
         Output(as_json).result(str(one), one.view)
     if any(one.bad for one in nights):

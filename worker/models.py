@@ -26,8 +26,7 @@ CHECK_SECONDS = 0.2
 def open_model(settings: Settings, model: str, decodes: bool) -> Pipeline:
     """Opens a model with the settings of its engine; `decodes`: with the decoder of its codec. Raises `NightjarError` if
     it cannot be opened, for example `EngineCrashError`."""
-    card = describe(model)
-    options = settings.engine_options(card) | ({} if decodes else {"decodes": False})
+    options = settings.engine_options(describe(model)) | ({} if decodes else {"decodes": False})
     if not has_process(settings, model):
         return open_pipeline(model, **options)
     return open_engine_process(model, options, settings)

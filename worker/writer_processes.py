@@ -171,8 +171,7 @@ class ProcessStore(S3Store):
         """Puts an object as `ObjectStore.put` does. If a process dies, another one repeats the put and may find that the
         object already exists."""
         if isinstance(data, bytes):
-            content = np.frombuffer(data, np.uint8)
-            put = _Put(self.url, key, content, dict(metadata or {}))
+            put = _Put(self.url, key, np.frombuffer(data, np.uint8), dict(metadata or {}))
             for _ in range(TRIES):
                 if (process := self._processes.least_busy(self.url)) is None:
                     break

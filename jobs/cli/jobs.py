@@ -352,8 +352,7 @@ def _lines(found: FoundJob) -> ShardLines:
     from jobs.shard_file import ShardLines
     from jobs.store import open_store
 
-    store = open_store(found.job.store_url, found.settings.s3)
-    return ShardLines(found.ledger, store, found.id)
+    return ShardLines(found.ledger, open_store(found.job.store_url, found.settings.s3), found.id)
 
 
 def _note_unknown(lines: ShardLines, output: Output) -> None:

@@ -209,8 +209,7 @@ def dry_run_of(settings: Settings, source: str, spec: Any, options: SubmitOption
     from jobs.ingest import dry_run
     from jobs.store import open_store
 
-    store = open_store(settings.effective_store_url, settings.s3)
-    estimate = dry_run(settings, store, source, spec, options)
+    estimate = dry_run(settings, open_store(settings.effective_store_url, settings.s3), source, spec, options)
     refused = sum(estimate.rejected.values())
     rate, seconds = settings.price_per_gpu_hour, estimate.engine_seconds
     price = None if rate is None or seconds is None else seconds / 3600 * rate

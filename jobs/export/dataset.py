@@ -467,8 +467,7 @@ class Dataset:
             raise invalid(
                 f"{gone!r} in {there.address!r} was removed or changed during the export.", "Export again."
             )
-        finished = Finished(self.identity, items, reasons.items, [], reasons)
-        there.write_record(END, finished, self._files)
+        there.write_record(END, Finished(self.identity, items, reasons.items, [], reasons), self._files)
         there.remove_records()
 
     def _replace(self, old: Identity, listed: list[WrittenFile], replaces: Collection[str]) -> None:

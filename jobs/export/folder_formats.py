@@ -151,8 +151,7 @@ def archive(
 
         def add(field: str, name: str, data: bytes, about: object) -> None:
             if field not in tars:
-                opened = tar_file(files.open(f"{part.split}/{field}.{number}.tar"))
-                tars[field] = ended.enter_context(opened)
+                tars[field] = ended.enter_context(tar_file(files.open(f"{part.split}/{field}.{number}.tar")))
             tars[field](name, data)
             tars[field](f"{name.partition('.')[0]}.json", json_line(about))
 

@@ -299,8 +299,7 @@ def columns_of(*jobs: tuple[Ledger, Job], metadata: Type) -> Columns:
     scores = (*(name for name in CHECKS if name in names), *sorted(names - CHECKS.keys())) or None
     specs = [job.spec for _, job in jobs]
     timed = any(spec.timestamps is True for spec in specs)
-    respelled = any(spec.respells for spec in specs)
-    return Columns(scores, metadata, timed, respelled, len(jobs) > 1)
+    return Columns(scores, metadata, timed, any(spec.respells for spec in specs), len(jobs) > 1)
 
 
 def exported(rows: Iterable[ItemRow], *, whole: bool = False) -> Iterator[ItemRow]:

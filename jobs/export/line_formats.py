@@ -92,8 +92,7 @@ def espnet_line(job: Job, items: Sequence[Located]) -> bytes:
 def espnet_text_line(dialogue: msgspec.Raw, text: str) -> bytes:
     """The line of an item whose answer is text without audio, with the answer appended."""
     line = _decode(dialogue)
-    messages = [*_decode_messages(line["messages"]), ["assistant", "text", text]]
-    return json_line(line | {"messages": messages})
+    return json_line(line | {"messages": [*_decode_messages(line["messages"]), ["assistant", "text", text]]})
 
 
 def nemo_line(job: Job, item: AudioItem, where: str) -> bytes:

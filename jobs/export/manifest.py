@@ -148,8 +148,7 @@ def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
     with tempfile.TemporaryFile(prefix="nightjar-manifest-") as file:
         for item in audio_items(ledger, store, job_id):
             about = facts(item)
-            entry = _item_entry(item, about, metadata=about.get("metadata", {}))
-            file.write(json_line(entry))
+            file.write(json_line(_item_entry(item, about, metadata=about.get("metadata", {}))))
         file.seek(0)
         info = put_numbered(store, job_manifest_key(job.id), cast("BinaryIO", file), newest=True)
     store.sync()

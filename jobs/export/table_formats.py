@@ -194,8 +194,7 @@ def _write_table(
     types = {name: known.get(name, "float64") for name in _row(first[0])}
     metadata: dict[str, bytes] | None = None
     if column.name == "audio":
-        rate = first[0].artifact.sample_rate
-        features = {"audio": {"sampling_rate": rate, "_type": "Audio"}}
+        features = {"audio": {"sampling_rate": first[0].artifact.sample_rate, "_type": "Audio"}}
         features |= {name: feature_of(kind) for name, kind in types.items()}
         metadata = {"huggingface": msgspec.json.encode({"info": {"features": features}})}
     columns = [pyarrow.field(name, arrow_type(kind)) for name, kind in types.items()]

@@ -91,8 +91,7 @@ def begin_job(sql: Transaction, new: NewJob) -> Job:
         "store_url": recorded(new.store_url, sql.place),
     }
     sql.insert("jobs", [row], "ON CONFLICT (idempotency_key) DO NOTHING", created_at="<now>")
-    statement = "SELECT * FROM jobs WHERE idempotency_key = :key"
-    return next(jobs_by(sql, statement, key=row["idempotency_key"]))
+    return next(jobs_by(sql, "SELECT * FROM jobs WHERE idempotency_key = :key", key=row["idempotency_key"]))
 
 
 def stage(
@@ -153,8 +152,7 @@ def _add_items(sql: Transaction, job_no: int, shards: Sequence[NewShard]) -> Non
     by_turn: dict[int, dict[int, dict[int, str]]] = {}
     for shard in shards:
         for index, example_id in shard.items:
-            of_turn = by_turn.setdefault(shard.turns.get(index, 0), {})
-            of_turn.setdefault(shard.no, {})[index] = example_id
+            by_turn.setdefault(shard.turns.get(index, 0), {}).setdefault(shard.no, {})[index] = example_id
     for turn, rows in by_turn.items():
         sql.change(_ADD_ITEMS, job_no=job_no, turn=turn, rows=msgspec.json.encode(rows).decode())
 
@@ -222,8 +220,7 @@ def staged_shards(sql: Transaction, job_id: str) -> tuple[int, int, int]:
 def pause(sql: Transaction, job_id: str) -> None:
     """Pauses a job: claims stop at once, and workers give back items that are not in the engine. Raises
     `ServiceError` with `ledger.state`."""
-    job = lock_known_job(sql, job_id, "paused", *WORKING)
-    if job.state != JobState.PAUSED:
+    if lock_known_job(sql, job_id, "paused", *WORKING).state != JobState.PAUSED:
         pause_job(sql, job_id, "paused by a person")
 
 

@@ -92,8 +92,7 @@ class Database:
             result = connection.exec_driver_sql(statement, values)
             return result.cursor if result.returns_rows else result
 
-        engine = connection.dialect.name
-        return Transaction(execute, engine, self.place, self._backoff_seconds, connection)
+        return Transaction(execute, connection.dialect.name, self.place, self._backoff_seconds, connection)
 
     def migrate(self) -> None:
         """Creates the tables of a new ledger, or migrates those of an older one, and creates the folder of a
@@ -346,8 +345,7 @@ def _upgrade(sql: Transaction) -> None:
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent).replace("%", "%%"))
     config.attributes["connection"] = sql.connection
-    current = _revision(sql)
-    if current is None:
+    if _revision(sql) is None:
         for statement in statements(sql.engine):
             sql.change(statement)
         command.stamp(config, SCHEMA_REVISION)

@@ -271,8 +271,7 @@ def _commit_done(sql: Transaction, shard: Row, done: list[Done]) -> int:
     statement = f"""
     UPDATE items SET state = {_DONE}, attempts = attempts + 1, error_code = NULL, error_message = NULL WHERE {_OPEN}
     """
-    indexes = [one.index for one in done]
-    return sql.change(statement, job_no=shard.job_no, shard=shard.no, indexes=indexes)
+    return sql.change(statement, job_no=shard.job_no, shard=shard.no, indexes=[one.index for one in done])
 
 
 def add_draws(sql: Transaction, job_no: int, made: Sequence[DrawRow]) -> None:

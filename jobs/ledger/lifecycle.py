@@ -61,8 +61,7 @@ def after_crash(open_items: int, attempts: int, max_attempts: int, progressed: b
     attempts = 1 if progressed else attempts + 1
     if attempts < max_attempts:
         return Verdict.RETRY, attempts
-    verdicts = {0: Verdict.CLOSE, 1: Verdict.MARK_DEAD}
-    return verdicts.get(open_items, Verdict.BISECT), attempts
+    return {0: Verdict.CLOSE, 1: Verdict.MARK_DEAD}.get(open_items, Verdict.BISECT), attempts
 
 
 def attempts_after_bisection(open_items: int, max_attempts: int) -> int:

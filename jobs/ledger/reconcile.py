@@ -260,8 +260,7 @@ def _is_unreferenced(sql: Transaction, job: Row, kind: str, key: str) -> bool:
     item = sql.row(f"SELECT example_id, state, {named} FROM items WHERE {of_item}", **values, key=key)
     if index is None or item is None or item.named:
         return False
-    suffix = read_job(sql, job.id).spec.extension(kind)
-    draw = draw_of(key, job.id, kind, index, item.example_id, suffix)
+    draw = draw_of(key, job.id, kind, index, item.example_id, read_job(sql, job.id).spec.extension(kind))
     if draw is None:
         return False
     if ITEM_STATES[item.state] in (ItemState.DONE, ItemState.SKIPPED) or job.state not in RETRYABLE_JOBS:
