@@ -233,6 +233,11 @@ class Output(NamedTuple):
         else:
             click.echo(text)
 
+    def row(self, cells: Iterable[object], view: Mapping[str, Any] | str, /, **fields: Any) -> None:
+        """Prints a result as `result` does; as text, its cells with tabs between them, without empty ones at the
+        end."""
+        self.result("\t".join(map(_cell, cells)).rstrip("\t"), view, **fields)
+
     def note(self, text: str) -> None:
         """Prints a note on stderr, unless `--quiet`."""
         if not self.quiet:
@@ -263,11 +268,15 @@ class Output(NamedTuple):
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Prints aligned columns on stdout; the rows are kept in memory."""
-        cells = [[printable("" if cell is None else str(cell)) for cell in row] for row in rows]
+        cells = [[_cell(cell) for cell in row] for row in rows]
         widths = [max(map(len, column)) for column in zip(header, *cells)]
         click.echo(click.style(_columns(header, widths), bold=True))
         for row in cells:
             click.echo(_columns(row, widths))
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else printable(str(value))
 
 
 def _columns(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -9,11 +9,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from enum import StrEnum
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jobs import dispatch, installed_version
 from jobs.formatting import redact
@@ -29,17 +28,11 @@ LITTLE_DISK, NO_DISK = 5_000_000_000, 200_000_000
 WORKER_SECONDS = 60.0
 
 
-class Health(StrEnum):
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
 class Finding(NamedTuple):
     """The result of a check; `advice` is empty if there is nothing to do."""
 
     check: str
-    health: Health
+    health: Literal["ok", "warn", "fail"]
     message: str
     advice: str
 
@@ -54,15 +47,15 @@ def run_checks(home: str | None) -> Iterator[Finding]:
     try:
         settings = load_settings(home=home)
     except ConfigError as error:
-        yield Finding("settings", Health.FAIL, error.message, error.advice)
+        yield Finding("settings", "fail", error.message, error.advice)
         return
     for name, check in _CHECKS.items():
         try:
             message, advice = check(settings)
         except NightjarError as error:
-            yield Finding(name, Health.FAIL, redact(error.message), redact(error.advice))
+            yield Finding(name, "fail", redact(error.message), redact(error.advice))
         else:
-            yield Finding(name, Health.WARN if advice else Health.OK, message, advice)
+            yield Finding(name, "warn" if advice else "ok", message, advice)
 
 
 def _packages(_: Settings) -> Verdict:

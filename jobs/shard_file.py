@@ -197,13 +197,6 @@ def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:
     return [_decode_raw(line) for line in zstandard.ZstdDecompressor().decompress(data).split(b"\n")[:-1]]
 
 
-def read_references(store: ObjectStore, key: str, sha256: str) -> set[str]:
-    """The keys of the reference audio of a shard's lines. Raises the errors of `read_shard`."""
-    return {
-        reference for line in read_raw_shard(store, key, sha256) for reference in line.references.values()
-    }
-
-
 class ShardLines:
     """Reads the lines of items, which are given in order of their shards. One shard is in memory."""
 

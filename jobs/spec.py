@@ -448,12 +448,7 @@ class LineChecker:
         return GoodLine(number, dialogue.example_id, raw, estimated_ms, references, turns, items, spoken)
 
     def _characters(
-        self,
-        dialogue: Dialogue,
-        generation: Generation,
-        turn: int,
-        numbered: bool,
-        spoken: dict[int, str],
+        self, dialogue: Dialogue, generation: Generation, turn: int, numbered: bool, spoken: dict[int, str]
     ) -> int:
         """The number of characters of a turn; its text is added to `spoken` if it is written otherwise. Raises
         `InputError`, with the place of the turn if `numbered`."""

@@ -336,30 +336,19 @@ def decision_view(decision: Decision | None) -> dict[str, Any] | None:
     return decision and _fields(decision, "accepted", "person", "decided_at", "reason")
 
 
-def line_error_view(job_id: str, line: RejectedLine) -> dict[str, Any]:
-    """`nightjar.job_error/1` of a refused input line."""
+def error_view(job_id: str, failed: ItemRow | RejectedLine, line: int | None) -> dict[str, Any]:
+    """`nightjar.job_error/1` of a failed item or a refused line, with the number of its input line."""
+    is_item = isinstance(failed, ItemRow)
     return {
         "schema": "nightjar.job_error/1",
         "job": job_id,
-        "kind": "line",
-        "line": line.line,
-        "index": None,
-        "example_id": line.example_id,
-        "id": line.example_id,
-        **_fields(line, "code", "message"),
-    }
-
-
-def item_error_view(job_id: str, item: ItemRow, line: int | None) -> dict[str, Any]:
-    """`nightjar.job_error/1` of a failed item, with its input line."""
-    return {
-        "schema": "nightjar.job_error/1",
-        "job": job_id,
-        "kind": "item",
+        "kind": "item" if is_item else "line",
         "line": line,
-        **_fields(item, "index", "example_id", "id"),
-        "code": item.error_code,
-        "message": item.error_message,
+        "index": failed.index if is_item else None,
+        "example_id": failed.example_id,
+        "id": failed.id if is_item else failed.example_id,
+        "code": failed.error_code if is_item else failed.code,
+        "message": failed.error_message if is_item else failed.message,
     }
 
 

@@ -117,10 +117,7 @@ def _home(out: str | Path | None) -> str | None:
 
 
 def _read(
-    source: str | Path | Iterable[Any],
-    options: JobOptions,
-    settings: Settings,
-    say: Callable[[str], None],
+    source: str | Path | Iterable[Any], options: JobOptions, settings: Settings, say: Callable[[str], None]
 ) -> tuple[str, ResolvedSpec, SubmitOptions, Settings]:
     """Checks an input. Returns its file, and the spec, the options and the settings of its job."""
     spec, submitted = job_of(checked_options(options), user_name())

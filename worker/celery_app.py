@@ -34,7 +34,7 @@ from pipelines.errors import NightjarError, invalid
 from pipelines.interpreter import tune_gc
 from worker.admission import MAX_SHARDS
 from worker.models import Preload
-from worker.runtime import Handling, Runtime
+from worker.runtime import Runtime
 from worker.supervisor import report_end
 
 log = structlog.get_logger(__name__)
@@ -116,9 +116,9 @@ def run_shard(job: str, shard: int, epoch: int) -> str:
     """Runs one shard. The message returns to the queue if this worker leaves the shard to another worker."""
     assert _runtime is not None
     handling = _runtime.handle(Ticket(job, shard, epoch))
-    if handling is Handling.REFUSED:
+    if handling == "refused":
         raise Reject(requeue=True)
-    return handling.value
+    return handling
 
 
 def wants_message() -> bool:

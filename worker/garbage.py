@@ -15,7 +15,7 @@ from jobs.ledger import Ledger
 from jobs.ledger.control import DeletedJob
 from jobs.ledger.records import FINAL, QUARANTINE, WORDS, Artifact, Job
 from jobs.settings import Settings
-from jobs.shard_file import read_references
+from jobs.shard_file import read_raw_shard
 from jobs.store import open_store
 from jobs.store.base import ObjectInfo, ObjectStore
 from jobs.voices import recording_keys
@@ -131,9 +131,8 @@ def _unreferenced(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orph
         yield from ((info, nothing) for info in listed(place) if info.key not in named)
     references = list(listed(f"{prefix}references/"))
     if references:
-        named = {key for where in inputs for key in read_references(store, *where)} | recording_keys(
-            job.spec, job.id
-        )
+        lines = (line for where in inputs for line in read_raw_shard(store, *where))
+        named = recording_keys(job.spec, job.id).union(*(line.references.values() for line in lines))
         yield from ((info, inputs) for info in references if info.key not in named)
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from jobs.ledger.records import LASTING_OUTAGES, Lease, Ticket
 from pipelines.errors import ErrorCode, NightjarError
@@ -33,17 +33,10 @@ FIRST_RETRY_SECONDS = 0.1
 LONGEST_RETRY_SECONDS = 5.0
 
 
-class GoneReason(StrEnum):
-    """Why the work under a lease must stop."""
-
-    #: Another worker has the shard, or its job was cancelled.
-    LOST = "lost"
-    #: No heartbeat reached the ledger in time.
-    EXPIRED = "expired"
-    #: The worker drains and gives the shard back.
-    DRAINED = "drained"
-    #: The job was paused; items that were not started are given back.
-    PAUSED = "paused"
+#: Why the work under a lease must stop: another worker has the shard, or its job was cancelled; no heartbeat reached the
+#: ledger in time; the worker drains and gives the shard back; or the job was paused, and items that were not started are
+#: given back.
+GoneReason = Literal["lost", "expired", "drained", "paused"]
 
 
 class ShardEnd(StrEnum):
@@ -64,8 +57,8 @@ class LeaseGoneError(Exception):
     """The lease has ended, so its work must stop."""
 
     def __init__(self, reason: GoneReason) -> None:
-        super().__init__(reason.value)
-        self.reason = reason
+        super().__init__(reason)
+        self.reason: GoneReason = reason
 
 
 @dataclass(eq=False)
@@ -88,7 +81,7 @@ class HeldLease:
     def gone(self) -> GoneReason | None:
         """Why the work must stop; None while it can continue."""
         if self._gone is None and self._clock.monotonic() - self._renewed_at > self._lease_seconds:
-            self.give_up(GoneReason.EXPIRED)
+            self.give_up("expired")
         return self._gone
 
     def renew(self, at: float) -> None:
@@ -112,7 +105,7 @@ class HeldLease:
         tried once, to save finished work. Raises errors that are not retryable or that a person must correct, and
         `LeaseGoneError` if the lease ends first.
         """
-        if (reason := self.gone) is not None and reason is not GoneReason.DRAINED:
+        if (reason := self.gone) is not None and reason != "drained":
             raise LeaseGoneError(reason)
         pause_seconds = FIRST_RETRY_SECONDS
         while True:
@@ -148,7 +141,7 @@ class HeldLeases:
         with self._lock:
             self._held[lease.ticket] = held
         if self._draining:
-            held.give_up(GoneReason.DRAINED)
+            held.give_up("drained")
         return held
 
     def drop(self, held: HeldLease) -> None:
@@ -166,7 +159,7 @@ class HeldLeases:
             held = [self._held[ticket] for ticket in tickets if ticket in self._held]
         for one in held:
             if one.lease.ticket in lost:
-                one.give_up(GoneReason.LOST)
+                one.give_up("lost")
             else:
                 one.renew(at)
 
@@ -176,7 +169,7 @@ class HeldLeases:
             self._draining = True
             held = list(self._held.values())
         for one in held:
-            one.give_up(GoneReason.DRAINED)
+            one.give_up("drained")
 
     def __len__(self) -> int:
         return len(self._held)

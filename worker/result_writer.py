@@ -20,17 +20,7 @@ from jobs.dialogue import spoken_text
 from jobs.encoded_audio import EncodedAudio, JoinedSpeech, stored_files
 from jobs.export.items import TRANSCRIBED
 from jobs.layout import item_key, object_metadata, put_numbered
-from jobs.ledger.records import (
-    QUARANTINE,
-    WORDS,
-    Artifact,
-    Done,
-    Draw,
-    Failed,
-    JobSpec,
-    Outcome,
-    Score,
-)
+from jobs.ledger.records import QUARANTINE, WORDS, Artifact, Done, Draw, Failed, JobSpec, Outcome, Score
 from jobs.shard_file import ShardLine
 from jobs.spec import is_sampled
 from jobs.store.base import ObjectStore
@@ -243,12 +233,7 @@ class ResultWriter:
 
 
 def _stored(
-    shard: ShardRun,
-    draw: ItemDraw,
-    outcome: Done | Failed,
-    speech: Speech | None,
-    seed: int,
-    number: int,
+    shard: ShardRun, draw: ItemDraw, outcome: Done | Failed, speech: Speech | None, seed: int, number: int
 ) -> Outcome | PartKept | Future[Done]:
     """Stores the artifacts of the kept draw and returns the outcome with them. They are the audio or the codes, if any,
     and codes beside audio, the text that the model wrote and the times of the words, which are not stored for a failed

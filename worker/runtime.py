@@ -11,9 +11,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from enum import StrEnum
-from functools import cache, lru_cache
-from typing import TypeVar
+from functools import cache, lru_cache, partial
+from typing import Literal, TypeVar
 
 import structlog
 from structlog.contextvars import bound_contextvars
@@ -36,7 +35,7 @@ from pipelines.errors import (
 )
 from pipelines.request import Pipeline
 from worker.admission import SHARDS_AT_START, Demand, ExclusiveLock
-from worker.leases import Clock, GoneReason, HeldLeases, LeaseGoneError
+from worker.leases import Clock, HeldLeases, LeaseGoneError
 from worker.maintenance import Maintenance, Manifests, report_ended_jobs
 from worker.metrics import Metrics
 from worker.models import PipelineCache, Preload, open_model
@@ -58,14 +57,9 @@ _KNOWN_JOBS = 64
 EXIT_SECONDS = 20.0
 
 
-class Handling(StrEnum):
-    """The outcome of a message."""
-
-    RAN = "ran"
-    #: Dropped: the message is old or a duplicate, or its job is paused or cancelled.
-    DROPPED = "dropped"
-    #: Returned to the end of the queue, for another worker.
-    REFUSED = "refused"
+#: The outcome of a message. `dropped`: it is old or a duplicate, or its job is paused or cancelled. `refused`: it returns to
+#: the end of the queue, for another worker.
+Handling = Literal["ran", "dropped", "refused"]
 
 
 def _indicates_bad_gpu(error: NightjarError) -> bool:
@@ -150,7 +144,8 @@ class Runtime:
             Publisher(settings),
             Manifests(self.ledger, self.store_for, self._clock),
             self.demand,
-            self._report_ends,
+            # `nightjar run` reports its jobs itself, after their manifest and report are written.
+            (lambda: None) if private else partial(report_ended_jobs, self.ledger, settings),
         )
 
     @property
@@ -186,22 +181,22 @@ class Runtime:
                     raise
                 # The ledger was upgraded: the shards in flight end, and a worker of the new version gets the message.
                 self._end_with(error)
-                return Handling.REFUSED
+                return "refused"
 
     def _handle(self, ticket: Ticket) -> Handling:
         if self.draining:
-            return Handling.REFUSED
+            return "refused"
         if self._leaves_to_others(ticket.job_id):
             self._draining.wait(REFUSE_PAUSE_SECONDS)
-            return Handling.REFUSED
+            return "refused"
         should_run_alone = self._retrying(lambda: self.ledger.should_run_alone(ticket))
         with self._exclusive.hold(bool(should_run_alone), lambda: self.draining) as placed:
             ran = placed and self._run(ticket)
         if not ran:
-            return Handling.REFUSED if self.draining else Handling.DROPPED
+            return "refused" if self.draining else "dropped"
         self.maintenance.dispatches.wake()
         self.maintenance.end_job(ticket.job_id)
-        return Handling.RAN
+        return "ran"
 
     def drain(self) -> None:
         """Takes no more shards and finishes those in flight; gives them back after `drain_seconds` or a second call."""
@@ -242,7 +237,7 @@ class Runtime:
             # No item was in the engine, so the shard is given back unchanged.
             self.stop_now()
             self._end_with(error)
-            raise LeaseGoneError(GoneReason.DRAINED) from error
+            raise LeaseGoneError("drained") from error
         log.info(f"engine ready: {pipeline.info.summary(pipeline.name)}")
         return pipeline
 
@@ -323,11 +318,6 @@ class Runtime:
         if self._model is not None:
             with self.pipelines.use(self._model):
                 log.info("model ready", model=self._model)
-
-    def _report_ends(self) -> None:
-        # `nightjar run` reports its jobs itself, after their manifest and report are written.
-        if not self._private:
-            report_ended_jobs(self.ledger, self.settings)
 
     def _end_drain(self) -> None:
         self.maintenance.drain()

@@ -199,7 +199,7 @@ class ShardRun:
         Raises `LeaseGoneError` if the job was paused, after the items in the engine are committed.
         """
         if self._is_paused():  # while the model was being opened
-            raise LeaseGoneError(GoneReason.PAUSED)
+            raise LeaseGoneError("paused")
         drawn_before: Mapping[int, int] = {}
         if self._job.spec.quality is not None:
             # An item of `nightjar retry` continues with its next draw; draws of a lost worker are repeated.
@@ -385,7 +385,7 @@ class ShardRun:
     def abandoned(self) -> bool:
         """Whether outcomes are no longer needed."""
         ended = self._closed or self._error is not None
-        return ended or self.held.gone not in (None, GoneReason.DRAINED)
+        return ended or self.held.gone not in (None, "drained")
 
     @property
     def _over(self) -> bool:
@@ -438,7 +438,7 @@ class ShardRun:
             if batch or self._clock.monotonic() >= due_at:
                 due_at = self._clock.monotonic() + times.commit_seconds
         if self._unsettled:
-            raise LeaseGoneError(GoneReason.PAUSED)
+            raise LeaseGoneError("paused")
         broken = any(isinstance(one, Failed) and one.code is ErrorCode.SYNTH_ENGINE for one in committed)
         if broken and not any(isinstance(one, Done) for one in committed):
             log.warning("the engine failed every item and is reopened", model=self._job.spec.model)
@@ -505,12 +505,12 @@ class ShardRun:
         _cancel(ended)
         self._flush_packs()
         with self._changed:
-            seconds = WRITING_SECONDS if self.held.gone in (None, GoneReason.DRAINED) else 0.0
+            seconds = WRITING_SECONDS if self.held.gone in (None, "drained") else 0.0
             self._changed.wait_for(lambda: not self._writing, seconds)
             left, self._outcomes = self._outcomes, []
             self._unsettled.clear()
             self._closed = True
-        if not left or self.held.gone not in (None, GoneReason.DRAINED):
+        if not left or self.held.gone not in (None, "drained"):
             return
         try:
             self._commit(left)
@@ -526,8 +526,8 @@ class ShardRun:
 
     def _raise_lost(self) -> None:
         """Gives up a lease that the ledger no longer accepts."""
-        self.held.give_up(GoneReason.LOST)
-        raise LeaseGoneError(GoneReason.LOST)
+        self.held.give_up("lost")
+        raise LeaseGoneError("lost")
 
     def _commit(self, batch: list[Outcome]) -> None:
         """Commits outcomes, fenced by the epoch. After a failure they are put back into the list of outcomes."""
@@ -555,11 +555,11 @@ class ShardRun:
         return (joules - self._joules_before) / seconds if joules and seconds else 0.0
 
     def _give_up(self, reason: GoneReason) -> ShardEnd:
-        if reason not in (GoneReason.DRAINED, GoneReason.PAUSED):
+        if reason not in ("drained", "paused"):
             self._runner.metrics.lease_lost.inc()
-            log.warning("lease lost", reason=reason.value)
+            log.warning("lease lost", reason=reason)
             return ShardEnd.LOST
-        why = "drain" if reason is GoneReason.DRAINED else "pause"
+        why = "drain" if reason == "drained" else "pause"
         try:
             self._runner.ledger.release(self._lease.ticket, why)
         except NightjarError as error:

@@ -13,7 +13,7 @@ from click.shell_completion import ShellComplete, get_completion_class
 
 from jobs.cli.options import common_options, output_options, read_ledger, worker_command
 from jobs.console import FAILED, Output, flag
-from jobs.doctor import Health, run_checks
+from jobs.doctor import run_checks
 from jobs.formatting import field_docs, printable, redact, seconds_text
 from jobs.ledger.status import RECENT_SECONDS, WorkerStatus, worker_statuses
 from jobs.recent_jobs import settings_for_new_job
@@ -144,7 +144,7 @@ def described() -> Iterator[tuple[str, str, str]]:
         yield variable_of(key), "required" if field.is_required() else default, field_docs(group)[name]
 
 
-_COLORS = {Health.OK: "green", Health.WARN: "yellow", Health.FAIL: "red"}
+_COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 @click.command()
@@ -160,11 +160,11 @@ def doctor(home: str | None, output: Output) -> int:
     """
     failed = False
     for finding in run_checks(home):
-        failed |= finding.health is Health.FAIL
+        failed |= finding.health == "fail"
         if output.as_json:
             output.data({"schema": "nightjar.finding/1", **finding._asdict()})
-        elif finding.health is not Health.OK or not output.quiet:
-            label = click.style(f"{finding.health.value:<5}", fg=_COLORS[finding.health], bold=True)
+        elif finding.health != "ok" or not output.quiet:
+            label = click.style(f"{finding.health:<5}", fg=_COLORS[finding.health], bold=True)
             click.echo(f"{label} {finding.check:<9} {printable(finding.message)}")
             if finding.advice:
                 click.echo(f"{'':<15} {printable(finding.advice)}")

@@ -27,7 +27,7 @@ from jobs.cli.options import (
 )
 from jobs.console import CANCELLED, FAILED, SHOWN_ENTRIES, TIMEOUT, FiniteRange, Output, flag, option
 from jobs.formatting import bytes_text, counted, printable
-from jobs.ledger.records import KEPT_REJECTED_LINES, ItemState, JobState
+from jobs.ledger.records import KEPT_REJECTED_LINES, ItemState, JobState, RejectedLine
 from jobs.ledger.status import JobStatus, newest_jobs, status_and_errors, statuses_of
 from jobs.own_files import embedded_broker_url
 from jobs.progress import Progress
@@ -43,11 +43,10 @@ from jobs.recent_jobs import (
 from jobs.settings import Settings, sqlite_path
 from jobs.status import (
     NO_WORKER,
-    item_error_view,
+    error_view,
     item_view,
     job_view,
     labels_text,
-    line_error_view,
     measured_text,
     optional_view,
     status_lines,
@@ -339,11 +338,10 @@ def items(
         click.echo(click.style("INDEX\tLINE\tSTATE\tSECONDS\tEXAMPLE\tKEY OR ERROR", bold=True))
     for item in found.ledger.items(found.id, state=state, codes=codes, after=after, limit=limit, where=where):
         line, audio = lines.number_of(item), item.artifact
-        seconds = f"{audio.duration_ms / 1000:.2f}" if audio else ""
-        last = audio.key if audio else (item.error_code or "")
-        last += f"\t{printable(str(item.decision))}" if item.decision else ""
-        row = (item.index, "" if line is None else line, item.state, seconds, printable(item.id), last)
-        output.result("\t".join(map(str, row)), item_view(found.id, item, line))
+        seconds = audio and f"{audio.duration_ms / 1000:.2f}"
+        result = audio.key if audio else item.error_code
+        cells = (item.index, line, item.state, seconds, item.id, result, item.decision)
+        output.row(cells, item_view(found.id, item, line))
     _note_unknown(lines, output)
 
 
@@ -378,24 +376,17 @@ def errors(
     if by:
         for code, count in found.ledger.error_counts(found.id).items():
             if codes is None or code in codes:
-                text = f"{count}\t{code.value}"
-                output.result(text, "nightjar.error_count/1", job=found.id, code=code, count=count)
+                output.row((count, code), "nightjar.error_count/1", job=found.id, code=code, count=count)
         return
     lines, ledger = _lines(found), found.ledger
     refused = (line for line in ledger.rejected_lines(found.id) if codes is None or line.code in codes)
-    views = chain(
-        (line_error_view(found.id, line) for line in refused),
-        (
-            item_error_view(found.id, item, lines.number_of(item))
-            for item in ledger.broken_items(found.id, codes)
-        ),
-    )
     shown = False
-    for view in islice(views, limit):
+    for failed in islice(chain(refused, ledger.broken_items(found.id, codes)), limit):
         shown = True
-        where = f"item {view['index']}" if view["line"] is None else f"line {view['line']}"
-        words = (view["code"], printable(view["id"] or ""), printable(view["message"] or ""))
-        output.result("\t".join((where, *words)), view)
+        line = failed.line if isinstance(failed, RejectedLine) else lines.number_of(failed)
+        view = error_view(found.id, failed, line)
+        where = f"item {view['index']}" if line is None else f"line {line}"
+        output.row((where, view["code"], view["id"], view["message"]), view)
     _note_unknown(lines, output)
     if found.job.rejected_lines > KEPT_REJECTED_LINES:
         output.note(

@@ -403,8 +403,8 @@ def verify(found: FoundJob, output: Output, sample: int, deep: bool, repair: boo
     lost: list[Expected] = []
     for expected, fault in check:
         lost.append(expected)
-        output.result(
-            f"{fault}\t{expected.key}\t{printable(expected.example_id or '')}",
+        output.row(
+            (fault, expected.key, expected.example_id),
             "nightjar.fault/1",
             job=job.id,
             key=expected.key,
@@ -445,8 +445,8 @@ def verify(found: FoundJob, output: Output, sample: int, deep: bool, repair: boo
 
 def _print_repaired(output: Output, job: Job, one: Repaired) -> None:
     words = {"same": "restored", "other": "restored, other bytes", "failed": "not restored"}
-    output.result(
-        f"{words[one.outcome]}\t{one.key}\t{printable(one.example_id)}\t{printable(one.reason)}".rstrip(),
+    output.row(
+        (words[one.outcome], one.key, one.example_id, one.reason),
         "nightjar.repaired/1",
         job=job.id,
         key=one.key,
@@ -458,9 +458,9 @@ def _print_repaired(output: Output, job: Job, one: Repaired) -> None:
 
 def _print_redrawn(output: Output, job: Job, item: ReproducedItem) -> None:
     snr = item.snr_db if item.snr_db is not None and math.isfinite(item.snr_db) else None
-    detail = printable(item.reason) if snr is None else f"{snr:.1f} dB"
-    output.result(
-        f"{item.match}\titem {item.index}\t{printable(item.example_id)}\t{detail}".rstrip(),
+    detail = item.reason if snr is None else f"{snr:.1f} dB"
+    output.row(
+        (item.match, f"item {item.index}", item.example_id, detail),
         "nightjar.redrawn/1",
         job=job.id,
         index=item.index,

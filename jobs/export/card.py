@@ -82,11 +82,7 @@ class CardFacts:
 
 
 def dataset_card(
-    jobs: JobSet,
-    plan: Plan,
-    facts: CardFacts,
-    format: ExportFormat,
-    options: ExportOptions,
+    jobs: JobSet, plan: Plan, facts: CardFacts, format: ExportFormat, options: ExportOptions
 ) -> bytes:
     """The card of a dataset. Splits without items have no files and are not in it."""
     import jinja2

@@ -7,13 +7,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 from msgspec import UNSET
 
 from jobs.export.audio import AudioNames, AudioReader, Conversion
@@ -52,15 +50,10 @@ OPTIONS = {
     "absolute": bool,
     "unique": bool,
 }
-_PARSERS = {
-    "splits": parse_splits,
-    "audio_root": Path,
-    "where": parse_where,
-}
+_PARSERS = {"splits": parse_splits, "audio_root": Path, "where": parse_where}
 
 
-@dataclass(frozen=True, slots=True)
-class ExportReport:
+class ExportReport(NamedTuple):
     """A finished export."""
 
     format: str
@@ -214,8 +207,7 @@ def _refuse_lost(one: StoredJob, where: Where | None, format: ExportFormat) -> N
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Export:
+class _Export(NamedTuple):
     """An export in progress."""
 
     jobs: JobSet
@@ -313,7 +305,7 @@ class _Export:
             self.options.part_bytes if self.format.embeds_audio and not self.format.one_part else None
         )
         plan = make_plan(self.jobs.rows(), self.splits, part_bytes, whole=self.format.whole_dialogues)
-        return msgspec.structs.replace(plan, reasons=self.jobs.left_out(plan.items))
+        return plan._replace(reasons=self.jobs.left_out(plan.items))
 
     def _identity(self, plan: Plan) -> Identity:
         jobs, sounds, options = self.jobs.jobs, self.format.sounds, self.options

@@ -235,7 +235,7 @@ def write_espnet_dataset(part: Part, files: PartFiles, job: Job, items: Iterator
     def entry(name: str, file: str, reader: str) -> dict[str, str]:
         return {"name": name, "path": files.sibling_name(f"{part.split}/{file}"), "reader": reader}
 
-    write_lhotse(msgspec.structs.replace(part, split=f"{part.split}/audio"), files, job, written())
+    write_lhotse(part._replace(split=f"{part.split}/audio"), files, job, written())
     spoken = [entry("audio1", "audio", "lhotse_audio"), entry("text1", "text.jsonl", "text")]
     _write_dataset(files.open(f"{part.split}/audio_text.json"), spoken, turns)
     _write_dataset(

@@ -152,7 +152,7 @@ Located = tuple[AudioItem, str]
 Loaded = tuple[AudioItem, bytes]
 
 
-class ItemMetadata(msgspec.Struct, frozen=True):
+class ItemMetadata(NamedTuple):
     """The metadata of an item in a dataset."""
 
     #: The requested text, as it is written and as it was spoken.
@@ -410,7 +410,7 @@ def parse_splits(text: str) -> Splits:
     return Splits(bounds)
 
 
-class Part(msgspec.Struct, frozen=True):
+class Part(NamedTuple):
     """Consecutive items of one split: the unit in which an export is written and continues after a stop."""
 
     split: str
@@ -462,7 +462,7 @@ class LeftOut(msgspec.Struct, frozen=True):
         return ", ".join(parts)
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Plan(NamedTuple):
     """The parts of an export, by split and number."""
 
     parts: tuple[Part, ...]

@@ -34,7 +34,6 @@ from jobs.ledger.records import (
     OPEN_SHARDS,
     RETRYABLE_JOBS,
     WORKING,
-    AttemptOutcome,
     ItemState,
     Job,
     JobState,
@@ -262,7 +261,7 @@ def cancel_some(sql: Transaction, job_id: str) -> bool:
         skip = f"UPDATE items SET state = {ITEM_STATE_NUMBERS[ItemState.SKIPPED]} WHERE {PENDING_OF}"
         skipped = sql.change(skip, **items_of(shard))
         if shard.state == ShardState.LEASED:
-            end_attempt(sql, shard, AttemptOutcome.CANCELLED)
+            end_attempt(sql, shard, "cancelled")
         change = "n_skipped = n_skipped + :skipped, not_before = NULL"
         move_to(sql, shard, ShardState.CANCELLED, change, skipped=skipped)
     if len(chunk) == SHARDS_AT_ONCE:

@@ -34,7 +34,6 @@ from jobs.ledger.records import (
     SCORE_COLUMNS,
     WORKING,
     Artifact,
-    AttemptOutcome,
     CommitResult,
     Done,
     DrawRow,
@@ -166,15 +165,15 @@ def finish_shard(
             sha256=manifest_sha256,
         )
     if open_items(shard) == 0:
-        end_attempt(sql, shard, AttemptOutcome.DONE)
+        end_attempt(sql, shard, "done")
         move_to(sql, shard, ShardState.DONE, "attempts = 0, outages = 0")
     elif progressed(shard) or sql.value(_RECORDED_ERRORS, **items_of(shard), epoch=shard.epoch):
-        end_attempt(sql, shard, AttemptOutcome.PARTIAL)
+        end_attempt(sql, shard, "partial")
         tries = sql.value(f"SELECT max(attempts) FROM items WHERE {PENDING_OF}", **items_of(shard))
         ready_after(sql, shard, tries or 0, "attempts = 0, outages = 0")
     else:
         message = "The worker ended the shard without an outcome for any of its open items."
-        end_attempt(sql, shard, AttemptOutcome.FAILED, ErrorCode.WORKER_CRASH, message)
+        end_attempt(sql, shard, "failed", ErrorCode.WORKER_CRASH, message)
         crash(sql, shard, message)
     complete_or_pause(sql, ticket.job_id)
     return True
@@ -188,7 +187,7 @@ def release(sql: Transaction, ticket: Ticket, reason: str) -> bool:
         return False
     if open_items(shard) == 0:
         return finish_shard(sql, ticket)
-    end_attempt(sql, shard, AttemptOutcome.RELEASED, None, reason)
+    end_attempt(sql, shard, "released", None, reason)
     attempts = 0 if progressed(shard) else shard.attempts
     move_to(sql, shard, ShardState.READY, "attempts = :attempts, not_before = NULL", attempts=attempts)
     return True
@@ -202,7 +201,7 @@ def refuse(sql: Transaction, ticket: Ticket, code: ErrorCode, message: str) -> b
         return False
     reason = clean(f"It cannot run job {ticket.job_id} ({code.value}): {message}")
     sql.change("UPDATE workers SET state_reason = :reason WHERE id = :id", id=shard.worker_id, reason=reason)
-    end_attempt(sql, shard, AttemptOutcome.REFUSED, code, message)
+    end_attempt(sql, shard, "refused", code, message)
     move_to(sql, shard, ShardState.READY, "not_before = NULL")
     return True
 
@@ -216,7 +215,7 @@ def fail_shard(sql: Transaction, ticket: Ticket, code: ErrorCode, message: str) 
     shard = lock_lease(sql, ticket)
     if shard is None:
         return False
-    end_attempt(sql, shard, AttemptOutcome.FAILED, code, message)
+    end_attempt(sql, shard, "failed", code, message)
     if code in OUTAGES:
         outages, attempts = (1, 0) if progressed(shard) else (shard.outages + 1, shard.attempts)
         change = "attempts = :attempts, outages = :outages"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from enum import StrEnum
 from math import comb
+from typing import Literal
 
 from jobs.ledger.records import (
     DISPATCHED,
@@ -44,24 +44,20 @@ BUDGET_CHANCE = 0.001
 MAX_BACKOFF_SECONDS = 300.0
 
 
-class Verdict(StrEnum):
-    """What to do with a shard whose lease crashed."""
-
-    RETRY = "retry"
-    BISECT = "bisect"
-    #: Its only open item crashed its worker each time.
-    MARK_DEAD = "mark_dead"
-    #: No item is open.
-    CLOSE = "close"
+#: What to do with a shard whose lease crashed; its only open item has crashed its worker each time (`mark_dead`), or no
+#: item is open (`close`).
+AfterCrash = Literal["retry", "bisect", "mark_dead", "close"]
 
 
-def after_crash(open_items: int, attempts: int, max_attempts: int, progressed: bool) -> tuple[Verdict, int]:
+def after_crash(
+    open_items: int, attempts: int, max_attempts: int, progressed: bool
+) -> tuple[AfterCrash, int]:
     """What to do after a crashed lease, and the new number of attempts. If items ended under the lease before
     it crashed, it counts as the first attempt."""
     attempts = 1 if progressed else attempts + 1
     if attempts < max_attempts:
-        return Verdict.RETRY, attempts
-    return {0: Verdict.CLOSE, 1: Verdict.MARK_DEAD}.get(open_items, Verdict.BISECT), attempts
+        return "retry", attempts
+    return "close" if not open_items else "mark_dead" if open_items == 1 else "bisect", attempts
 
 
 def attempts_after_bisection(open_items: int, max_attempts: int) -> int:
@@ -232,7 +228,7 @@ def end_attempt(
         shard=shard.no,
         epoch=shard.epoch,
         outcome=outcome,
-        expired=int(outcome is AttemptOutcome.EXPIRED),
+        expired=int(outcome == "expired"),
         code=code,
         message=None if message is None else clean(message),
     )
@@ -243,17 +239,17 @@ def progressed(shard: Row) -> bool:
     return shard.n_done + shard.n_failed > shard.claimed_done + shard.claimed_failed
 
 
-def crash(sql: Transaction, shard: Row, message: str) -> Verdict:
+def crash(sql: Transaction, shard: Row, message: str) -> AfterCrash:
     """Handles a lease that ended without outcomes for its pending items: another attempt, a bisection, or a
     dead item. The caller completes the job if that was its last open shard."""
     verdict, attempts = after_crash(open_items(shard), shard.attempts, shard.max_attempts, progressed(shard))
     change = "attempts = :attempts"
-    if verdict is Verdict.RETRY:
+    if verdict == "retry":
         ready_after(sql, shard, attempts, change, attempts=attempts)
-    elif verdict is Verdict.BISECT:
+    elif verdict == "bisect":
         bisect(sql, shard)
     else:
-        dead = verdict is Verdict.MARK_DEAD
+        dead = verdict == "mark_dead"
         if dead:
             end_items(sql, shard, ItemState.DEAD, ErrorCode.POISON_WORKER_CRASH, message)
         move_to(sql, shard, ShardState.DEAD if dead else ShardState.DONE, change, attempts=attempts)

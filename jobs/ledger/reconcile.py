@@ -14,7 +14,7 @@ from jobs.ledger.database import Database
 from jobs.ledger.lifecycle import (
     MAX_BACKOFF_SECONDS,
     UNQUEUED,
-    Verdict,
+    AfterCrash,
     complete_or_pause,
     crash,
     end_attempt,
@@ -33,7 +33,6 @@ from jobs.ledger.records import (
     MANIFEST_GRACE_SECONDS,
     RETRYABLE_JOBS,
     WORKING,
-    AttemptOutcome,
     ItemState,
     Job,
     Ticket,
@@ -165,8 +164,8 @@ def reconcile(
     return ReconcileReport(
         expired_leases=verdicts.total() - verdicts[None],
         lost_messages=lost,
-        bisected_shards=verdicts[Verdict.BISECT],
-        dead_items=verdicts[Verdict.MARK_DEAD],
+        bisected_shards=verdicts["bisect"],
+        dead_items=verdicts["mark_dead"],
         stale_workers=stale,
         times_ahead=times_ahead,
         ended_jobs=tuple(sorted(job_id for job_id in touched if database.read(job_state, job_id).final)),
@@ -192,13 +191,13 @@ def _jobs_to_end(sql: Transaction) -> tuple[list[str], list[str], list[str]]:
     )
 
 
-def _expire(sql: Transaction, ticket: Ticket) -> Verdict | None:
+def _expire(sql: Transaction, ticket: Ticket) -> AfterCrash | None:
     """Ends an expired lease; None: it has not expired."""
     shard = lock_lease(sql, ticket)
     if shard is None or shard.lease_until >= sql.now:
         return None
     message = f"The lease of worker {shard.worker_id} expired: it died, hung, or lost the ledger."
-    end_attempt(sql, shard, AttemptOutcome.EXPIRED, ErrorCode.WORKER_LOST, message)
+    end_attempt(sql, shard, "expired", ErrorCode.WORKER_LOST, message)
     return crash(sql, shard, message)
 
 

@@ -514,22 +514,10 @@ LIVE_SECONDS = 60.0
 LASTING_OUTAGES = frozenset({ErrorCode.STORE_FULL, ErrorCode.STORE_FORBIDDEN})
 
 
-class AttemptOutcome(StrEnum):
-    """How a lease ended."""
-
-    #: Every item of the shard has ended.
-    DONE = "done"
-    #: Ended normally with items that wait for another attempt.
-    PARTIAL = "partial"
-    #: Given back by a draining worker.
-    RELEASED = "released"
-    #: Given back by a worker that cannot run it; another worker may be able to.
-    REFUSED = "refused"
-    #: The worker reported that the shard as a whole failed.
-    FAILED = "failed"
-    #: The lease expired: the worker died, hung, or lost the ledger.
-    EXPIRED = "expired"
-    CANCELLED = "cancelled"
+#: How a lease ended: every item of the shard has ended; normally, with items that wait for another attempt; given back
+#: by a draining worker; given back by a worker that cannot run it, while another one may; the worker reported that the
+#: shard as a whole failed; the worker died, hung or lost the ledger; or the job was cancelled.
+AttemptOutcome = Literal["done", "partial", "released", "refused", "failed", "expired", "cancelled"]
 
 
 def no_such_job(job_id: str) -> NotFoundError:

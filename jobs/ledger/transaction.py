@@ -11,11 +11,11 @@ import sqlite3
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -49,8 +49,7 @@ T = TypeVar("T")
 Row = Any
 
 
-@dataclass(frozen=True, slots=True)
-class Transaction:
+class Transaction(NamedTuple):
     """Runs statements with named parameters (`:name`; a list as `IN (:name)`) and `<now>` for the
     database's clock. Locks (`FOR UPDATE`) are removed for SQLite, which has one writer."""
 

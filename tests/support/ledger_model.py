@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jobs.ledger import Ledger
-from jobs.ledger.lifecycle import Verdict, after_crash, after_failure, attempts_after_bisection, final_state
+from jobs.ledger.lifecycle import (
+    after_crash,
+    after_failure,
+    attempts_after_bisection,
+    final_state,
+)
 from jobs.ledger.records import (
     OUTAGES,
     CommitResult,
@@ -77,11 +82,11 @@ class ModelJob:
         verdict, shard.attempts = after_crash(
             len(still_open), shard.attempts, self.max_attempts, shard.progress
         )
-        if verdict is Verdict.RETRY:
+        if verdict == "retry":
             shard.state = ShardState.READY
-        elif verdict is Verdict.CLOSE:
+        elif verdict == "close":
             shard.state = ShardState.DONE
-        elif verdict is Verdict.MARK_DEAD:
+        elif verdict == "mark_dead":
             shard.state = ShardState.DEAD
             self.items[still_open[0]].attempts += 1
             self.end_item(shard, still_open[0], ItemState.DEAD, ErrorCode.POISON_WORKER_CRASH)

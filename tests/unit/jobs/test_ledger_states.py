@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from jobs.ledger.lifecycle import (
-    Verdict,
+    AfterCrash,
     after_crash,
     after_failure,
     attempts_after_bisection,
@@ -22,20 +22,20 @@ from pipelines.errors import ErrorCode
 
 
 def test_a_crash_costs_an_attempt() -> None:
-    assert after_crash(open_items=8, attempts=0, max_attempts=3, progressed=False) == (Verdict.RETRY, 1)
-    assert after_crash(open_items=8, attempts=1, max_attempts=3, progressed=False) == (Verdict.RETRY, 2)
+    assert after_crash(open_items=8, attempts=0, max_attempts=3, progressed=False) == ("retry", 1)
+    assert after_crash(open_items=8, attempts=1, max_attempts=3, progressed=False) == ("retry", 2)
 
 
 def test_progress_starts_the_count_of_attempts_anew() -> None:
-    assert after_crash(open_items=8, attempts=2, max_attempts=3, progressed=True) == (Verdict.RETRY, 1)
+    assert after_crash(open_items=8, attempts=2, max_attempts=3, progressed=True) == ("retry", 1)
 
 
 @pytest.mark.parametrize(
     ("open_items", "verdict"),
-    [(8, Verdict.BISECT), (2, Verdict.BISECT), (1, Verdict.MARK_DEAD), (0, Verdict.CLOSE)],
+    [(8, "bisect"), (2, "bisect"), (1, "mark_dead"), (0, "close")],
 )
-def test_the_last_attempt_decides_by_what_is_open(open_items: int, verdict: Verdict) -> None:
-    assert after_crash(open_items, attempts=2, max_attempts=3, progressed=False)[0] is verdict
+def test_the_last_attempt_decides_by_what_is_open(open_items: int, verdict: AfterCrash) -> None:
+    assert after_crash(open_items, attempts=2, max_attempts=3, progressed=False)[0] == verdict
 
 
 def test_poison_is_found_by_halving() -> None:
@@ -45,9 +45,9 @@ def test_poison_is_found_by_halving() -> None:
     while True:
         crashes += 1
         verdict, attempts = after_crash(open_items, attempts, 3, progressed=False)
-        if verdict is Verdict.MARK_DEAD:
+        if verdict == "mark_dead":
             break
-        if verdict is Verdict.BISECT:
+        if verdict == "bisect":
             open_items //= 2
             attempts = attempts_after_bisection(open_items, 3)
     assert open_items == 1

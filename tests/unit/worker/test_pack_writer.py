@@ -19,7 +19,7 @@ from jobs.times import Times
 from pipelines.errors import ErrorCode, StoreError
 from tests.support.fakes import FakeClock, FakePipeline, MemoryStore
 from tests.support.worker_rig import Build, Recording, Rig, wait_for
-from worker.leases import GoneReason, LeaseGoneError
+from worker.leases import LeaseGoneError
 from worker.pack_writer import PackWriter
 from worker.shard_run import ShardEnd
 
@@ -152,7 +152,7 @@ def test_items_of_a_pack_that_was_never_committed_are_made_again(build: Build) -
     lease = rig.claim_next()
 
     def gone(*_: object) -> None:
-        raise LeaseGoneError(GoneReason.LOST)
+        raise LeaseGoneError("lost")
 
     lost.commit = gone  # type: ignore[method-assign]  # pyright: ignore
     rig.runner_on(lost).run(lease)  # pyright: ignore[reportArgumentType]

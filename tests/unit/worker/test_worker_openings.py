@@ -29,7 +29,7 @@ from tests.support.ledger_kit import execute
 from tests.support.worker_rig import WORKER, Build, Rig
 from worker import __main__ as commands
 from worker.leases import LeaseGoneError
-from worker.runtime import Handling, Runtime
+from worker.runtime import Runtime
 from worker.supervisor import report
 
 CRASH = EngineCrashError(ErrorCode.WORKER_CRASH, "The engine's process ended.")
@@ -93,7 +93,7 @@ def test_a_worker_of_another_revision_takes_no_more_shards_and_ends(build: Build
         job = rig.submit(["text"])
         ticket = rig.take_ticket()
         execute(rig.ledger, "UPDATE alembic_version SET version_num = '9999'")
-        assert [runtime.handle(ticket) for _ in range(2)] == [Handling.REFUSED] * 2
+        assert [runtime.handle(ticket) for _ in range(2)] == ["refused"] * 2
         assert rig.status(job).shards == {ShardState.QUEUED: 1}
         assert (signals, runtime.draining) == ([signal.SIGTERM], False)
         assert runtime.failure is not None
@@ -179,15 +179,15 @@ def test_a_worker_leaves_a_job_that_it_cannot_run_to_the_others_and_tries_again_
     try:
         runtime.start()
         ticket = rig.take_ticket()
-        assert (runtime.handle(ticket), opens()) == (Handling.RAN, 1)
+        assert (runtime.handle(ticket), opens()) == ("ran", 1)
         ticket = rig.take_ticket()
-        assert [runtime.handle(ticket) for _ in range(3)] == [Handling.REFUSED] * 3
+        assert [runtime.handle(ticket) for _ in range(3)] == ["refused"] * 3
         assert opens() == 1, "it opens the model no more"
         clock.advance(settings.times.quarantine_seconds)
-        assert (runtime.handle(ticket), opens()) == (Handling.RAN, 2)
+        assert (runtime.handle(ticket), opens()) == ("ran", 2)
         assert [row.state for row in rig.items(job)] == [ItemState.PENDING]
         rig.ledger.retire_worker(other.id)
-        assert (runtime.handle(rig.take_ticket()), opens()) == (Handling.RAN, 3)
+        assert (runtime.handle(rig.take_ticket()), opens()) == ("ran", 3)
         (item,) = rig.items(job)
         assert (item.state, item.error_code) == (ItemState.FAILED, ErrorCode.CONFIG_INVALID)
     finally:
