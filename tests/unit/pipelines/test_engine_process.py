@@ -97,8 +97,8 @@ def request(text: str, request_id: str = "r", seed: int = 1) -> SynthesisRequest
     return SynthesisRequest(request_id, (Message("user", "text", text),), Generation(voice="sine"), seed)
 
 
-def error_of(future: Future[Speech]) -> BaseException:
-    error = future.exception(60)
+def error_of(future: Future[Speech], seconds: float = 60.0) -> BaseException:
+    error = future.exception(seconds)
     assert error is not None
     return error
 
@@ -329,7 +329,8 @@ def test_the_child_ends_with_its_client(open_process: Open) -> None:
     parent.wait()
     parent.stdout.close()
     try:
-        wait_for(lambda: not alive(child))
+        # The kernel kills it at once; a planted fault shall not take a minute.
+        wait_for(lambda: not alive(child), 20)
     finally:
         if alive(child):
             os.kill(child, signal.SIGKILL)

@@ -154,7 +154,7 @@ def test_a_recording_that_cannot_be_sent_fails_its_request_alone(
 
     with monkeypatch.context() as patched:
         patched.setattr(ipc, "share", full)
-        error = error_of(submit(process, cloned(voice(1, 6.0))))
+        error = error_of(submit(process, cloned(voice(1, 6.0))), 30)
     assert isinstance(error, SynthesisError)
     assert error.code is ErrorCode.SYNTH_ENGINE
     assert reason in error.message
