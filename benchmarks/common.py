@@ -388,10 +388,11 @@ class ThreadUse:
         self._began, self._before = time.perf_counter(), self._seconds()
 
     def shares(self) -> dict[str, float]:
-        """Shares of the time: all threads have one interpreter's lock, so in Python they cannot pass 1
+        """Shares of the time, from 0.01 on: all threads have one interpreter's lock, so in Python they cannot pass 1
         together."""
         took, now = time.perf_counter() - self._began, self._seconds()
-        return {name: (seconds - self._before.get(name, 0.0)) / took for name, seconds in now.items()}
+        found = {name: (seconds - self._before.get(name, 0.0)) / took for name, seconds in now.items()}
+        return {name: share for name, share in found.items() if share >= 0.01}
 
     @staticmethod
     def _seconds() -> dict[str, float]:
@@ -439,7 +440,7 @@ def _open_nvml() -> Callable[[], list[GpuReading]]:
         taken = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
         mhz = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
         watts = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
-        busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+        busy = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
         joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
         return GpuReading(time.time(), busy, taken, mhz, watts, joules)
 

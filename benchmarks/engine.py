@@ -312,7 +312,7 @@ class ClosedLoop:
             **found,
             "wrong_lengths": self.tally.wrong,
             "process_cpu_share": (time.process_time() - began) / found["seconds"],
-            "thread_cpu_share": {name: share for name, share in shares.items() if share >= 0.01},
+            "thread_cpu_share": shares,
             **use.of_gpu(self._executor.device, found["audio_s_per_s"]),
             **watched,
         }
@@ -373,7 +373,7 @@ def codec_alone(
         "audio_s_per_s": rate / FRAMES_PER_SECOND,
         "seconds": took,
         "wrong_lengths": tally.wrong,
-        "thread_cpu_share": {name: share for name, share in shares.items() if share >= 0.01},
+        "thread_cpu_share": shares,
     }
 
 

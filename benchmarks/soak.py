@@ -13,9 +13,9 @@ import gc
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.common import Bench, parser, read
@@ -29,8 +29,6 @@ MOST_DEVICE_GROWTH, MOST_HOST_GROWTH, LEAST_SPEED = 64.0, 256.0, 0.9
 
 def sample(loop: ClosedLoop, device: torch.device, began: float) -> dict[str, float]:
     core, on_gpu = loop.engine.core, device.type == "cuda"
-    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    resident = next(line for line in status if line.startswith("VmRSS"))
     return {
         "at_s": time.perf_counter() - began,
         "utterances": loop.tally.utterances,
@@ -39,7 +37,7 @@ def sample(loop: ClosedLoop, device: torch.device, began: float) -> dict[str, fl
         "free_pages": len(core.executor.kv.free),
         "device_mib": torch.cuda.memory_allocated(device) / MIB if on_gpu else 0.0,
         "device_reserved_mib": torch.cuda.memory_reserved(device) / MIB if on_gpu else 0.0,
-        "host_mib": int(resident.split()[1]) / 1024,
+        "host_mib": psutil.Process().memory_info().rss / MIB,
     }
 
 

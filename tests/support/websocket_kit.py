@@ -83,14 +83,14 @@ class Wire:
     """One connection."""
 
     def __init__(self, socket: ClientConnection) -> None:
-        self.socket = socket
+        self.socket, self.patience_seconds = socket, PATIENCE_SECONDS
 
     def send(self, *views: dict[str, Any] | str | bytes) -> None:
         for view in views:
             self.socket.send(json.dumps(view) if isinstance(view, dict) else view)
 
     def next(self) -> Any:
-        message = self.socket.recv(PATIENCE_SECONDS)
+        message = self.socket.recv(self.patience_seconds)
         return message if isinstance(message, bytes) else json.loads(message)
 
     def until(self, key: str, value: object) -> list[Any]:

@@ -173,6 +173,8 @@ class TestElevenLabs:
             client.send(said("Please hold. Not this."))
             client.next()
             client.send(closing())
+            # The voice is held, and the server ends the speech of an idle context within a minute or so.
+            client.patience_seconds = 20
             assert client.until_final()[-1] == {"isFinal": True, "contextId": "a"}
             server.until(lambda: voice.running == 0)
             # The name is free again, and a second end is not answered.
