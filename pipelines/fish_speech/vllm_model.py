@@ -74,7 +74,7 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
         #: The embeddings of the ids that can be drawn, and the fast AR. Their tensors are also parameters,
         #: because vLLM counts, moves and fills parameters.
         self.drawn = torch.empty(len(drawn_ids(self.fish)), self.fish.slow.hidden, dtype=self._dtype)
-        self.fast = take_fast(Loader(TensorSource(real=True), "", self._dtype, self.drawn.device), self.fish)
+        self.fast = take_fast(Loader(TensorSource(), "", self._dtype, self.drawn.device), self.fish)
         self.beside = nn.ParameterList(
             [nn.Parameter(tensor, requires_grad=False) for tensor in _tensors((self.drawn, self.fast))]
         )

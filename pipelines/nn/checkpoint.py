@@ -31,11 +31,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 class TensorSource:
-    """A source of weights by name and shape. This one makes tensors without values, on the device `meta` unless they
-    are `real`; a `TensorTable` reads them."""
-
-    def __init__(self, real: bool = False) -> None:
-        self._real = real
+    """A source of weights by name and shape. This one makes tensors of any values; a `TensorTable` reads them."""
 
     def __contains__(self, name: str) -> bool:
         """Whether it has a tensor of this name; used for tensors that have different names in different
@@ -49,7 +45,7 @@ class TensorSource:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=device if self._real else "meta")
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,7 +254,9 @@ def memory_needs(
 def codec_needs(config: CodecDecoderConfig, dtype: torch.dtype, streams: bool, rows: int) -> tuple[int, int]:
     """Bytes of all graphs of a codec that is not loaded yet, for streams and for a continuous batch of `rows`
     rows of whole utterances; and bytes of a stream's state."""
-    decoder = CodecDecoder(config, TensorSource(), "meta", dtype, fused=False)
+    # On the CPU and without codes, which takes 0.2 s. PyTorch would import packages for seconds to compute on "meta".
+    with torch.inference_mode():
+        decoder = CodecDecoder(replace(config, codebook_size=1), TensorSource(), "cpu", dtype, fused=False)
     taken = utterance_bytes(decoder.shape, rows) if rows else 0
     if not streams:
         return taken, 0

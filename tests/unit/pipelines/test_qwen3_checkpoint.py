@@ -58,10 +58,12 @@ def test_describe_imports_no_torch() -> None:
 
 
 def test_a_model_that_clones_is_opened_without_transformers() -> None:
-    """Which takes seconds to import, with a compiler and libraries of metrics."""
+    """Which takes seconds to import, with a compiler and libraries of metrics; on a GPU, the codec's needs are found too."""
     code = (
-        "import sys; from pathlib import Path; from pipelines.qwen3_tts.pipeline import open_pipeline; "
-        f"assert open_pipeline(Path({str(GOLDEN / 'checkpoint-base')!r})).capabilities.cloning; "
+        "import sys; from pathlib import Path; from pipelines.qwen3_tts.config import *; from torch import float32; "
+        "from pipelines.qwen3_tts.pipeline import codec_needs, open_pipeline; "
+        f"folder = Path({str(GOLDEN / 'checkpoint-base')!r}); assert open_pipeline(folder).capabilities.cloning; "
+        "codec_needs(CodecConfig.load(folder / 'speech_tokenizer').decoder, float32, True, 8); "
         "sys.exit(str({'transformers', 'torch._dynamo', 'scipy', 'sympy'} & set(sys.modules) or '') or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
