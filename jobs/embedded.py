@@ -147,8 +147,8 @@ class EmbeddedHome:
         return f"redis+socket://{self._folder}/broker?virtual_host=0"
 
     def prepare(self, spec: JobSpec | None) -> None:
-        """Starts broker and workers. The workers open the model of a job, and use broker and ledger only after
-        `start`. None: they serve any job, and continue if they cannot open the model of a job.
+        """Starts broker and workers. The workers open the model of a job, serve jobs of this model alone, and use broker
+        and ledger only after `start`. None: they serve any job, and continue if they cannot open the model of a job.
 
         Raises `broker.unreachable` if the broker does not start.
         """
@@ -268,7 +268,7 @@ class EmbeddedHome:
         # -P: modules in the working directory must not shadow those of Nightjar.
         program = ["-P", "-m", "worker", "run"]
         if spec is not None:
-            program += ["--private", "--preload", spec.model, *["--codes"] * (spec.output == "codes")]
+            program += ["--private", "--model", spec.model, *["--codes"] * (spec.output == "codes")]
         environment = self._environment() | plan.environment
         with os.fdopen(open_log(self.worker_log), "ab") as log:
             return Child(program, WorkerReport, environment, output=log.fileno(), cores=plan.cores)

@@ -88,7 +88,7 @@ def _settings() -> Settings:
     "--supervise", "Run the worker under a parent process that restarts it if it dies (--gpu does this too)."
 )
 @click.option("--private", is_flag=True, hidden=True, help="The worker of `nightjar run`.")
-@click.option("--codes", is_flag=True, hidden=True, help="Load the model of --preload for codes alone.")
+@click.option("--codes", is_flag=True, hidden=True, help="Preload the model for codes alone.")
 def run(
     gpus: str | None, model: str | None, preload: str | None, supervise: bool, private: bool, codes: bool
 ) -> None:

@@ -315,7 +315,8 @@ class Runtime:
         return None
 
     def _load_model(self) -> None:
-        if self._model is not None:
+        # A run opens its model for its first shard, which says whether the decoder is needed.
+        if self._model is not None and not self._private:
             with self.pipelines.use(self._model):
                 log.info("model ready", model=self._model)
 

@@ -181,6 +181,9 @@ def test_a_checkpoint_that_cannot_be_opened_ends_the_run_and_fails_no_item(shell
     assert run.returncode == 4, run.stderr
     assert re.search(r"Error model.bad_checkpoint: Tensor \S+ has shape", run.stderr)
     assert {(row["state"], row["attempts"]) for row in shell.items().values()} == {("pending", 0)}
+    # The job waits for its checkpoint, and does not disturb runs of other models in its folder.
+    other = shell.run("run", "in.jsonl", "--model", "hibari")
+    assert other.returncode == 0, other.stderr
 
 
 def test_wrong_gpus_are_refused_before_anything_is_written(shell: Shell) -> None:
