@@ -16,6 +16,7 @@ from importlib import import_module
 from itertools import islice
 from numbers import Integral, Real
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Unpack
 
 from jobs.console import Output
@@ -510,11 +511,14 @@ def export(
     its path. `where`: a filter as in `Job.items`; `options`: the options of `jobs.export.export_jobs`."""
     from jobs.export import StoredJob, export_jobs, parsed_options
 
+    check_type("format", format, str, "the name of a format")
     check_type("to", to, (str, os.PathLike), "a path")
     options = parsed_options(options, "s3", "replaces", "part_bytes", "on_part")
     chosen = list(jobs)
     if not chosen:
         raise invalid("There are no jobs to export.", "Give at least one job.")
+    for job in chosen:
+        check_type("jobs", job, Job, "a list of jobs")
     options = {"s3": chosen[0]._settings.s3, **options}
     stored = [StoredJob(job._ledger, job._confirmed(), job._ledger.job(job.id)) for job in chosen]
     return Path(export_jobs(stored, format, str(to), where=_filter(where), **options).to)
@@ -527,6 +531,7 @@ def decode(source: Job | str | Path, to: str | Path, *, model: str | None = None
 
     check_type("source", source, (Job, str, os.PathLike), "a job, or the folder of an export")
     check_type("to", to, (str, os.PathLike), "a path")
+    check_type("model", model, (str, NoneType), "the name or the folder of a model")
     if isinstance(source, Job):
         known = source._ledger, source._confirmed(), source._ledger.job(source.id)
         decode_source(source._settings, known, Path(to), model)
@@ -537,14 +542,20 @@ def decode(source: Job | str | Path, to: str | Path, *, model: str | None = None
 
 def augment(source: str | Path, to: str | Path, **effects: Any) -> Path:
     """Writes a second dataset from an export, as `nightjar augment` does. `effects`: `seed`, `speed`, `room`, `noise`,
-    `snr`, `band` and `codecs`, with ranges as pairs such as `snr=(5, 20)`. Raises `NightjarError`."""
+    `snr`, `band` and `codecs`, with ranges as numbers or pairs such as `snr=(5, 20)`. Raises `NightjarError`."""
     from jobs.export.augment import augment as write
+    from jobs.export.augment import parse_range
 
     for name, path in (("source", source), ("to", to)):
         check_type(name, path, (str, os.PathLike), "a path")
     for name in ("room", "noise"):
         if isinstance(effects.get(name), str):
             effects[name] = Path(effects[name])
+    for name in effects.keys() & {"speed", "snr", "band"}:
+        ends = effects[name]
+        effects[name] = parse_range(
+            "..".join(map(str, ends)) if isinstance(ends, list | tuple) else str(ends)
+        )
     write(Path(source), str(to), s3=load_settings().s3, **effects)
     return Path(to)
 

@@ -16,7 +16,6 @@ import msgspec
 import structlog
 
 from jobs.export import (
-    OPTIONS,
     ExportOptions,
     checked_format,
     export,
@@ -377,15 +376,13 @@ def place_of(settings: Settings, name: str, format: str, night: date) -> str:
 def _options(format: str, schedule: Schedule) -> dict[str, Any]:
     """The options of an export. Raises `config.invalid` for those that cannot be used."""
     tables = {name: value for name, value in schedule.export_options.items() if isinstance(value, dict)}
-    if unused := sorted(tables.keys() - schedule.exports):
+    if unused := sorted({*tables} - {*schedule.exports} | {*tables} & {REPORT}):
         raise invalid(f"`export_options` has a table for {unused[0]!r:.40}.", "Name its format in `exports`.")
     given = {name: value for name, value in schedule.export_options.items() if name not in tables}
     given |= tables.get(format, {})
-    for name, value in given.items():
-        if type(value) is not OPTIONS.get(name) or name == "splits":
-            known = ", ".join(f"{own} ({kind.__name__})" for own, kind in OPTIONS.items() if own != "splits")
-            raise invalid(f"`export_options` has {name[:40]} = {value!r:.80}.", f"Options are: {known}.")
-    if schedule.splits and find_format(format).splittable:
+    if "splits" in given:
+        raise invalid("`export_options` has splits.", "Give `splits` to the schedule.")
+    if schedule.splits and format != REPORT and find_format(format).splittable:
         given["splits"] = schedule.splits
     return parsed_options(given)
 
@@ -400,8 +397,8 @@ def check_exports(settings: Settings, names: Collection[str]) -> None:
         for wanted in schedule.exports:
             try:
                 place = place_of(settings, name, wanted, date.today())
+                options = ExportOptions(**_options(wanted, schedule))
                 if wanted != REPORT:
-                    options = ExportOptions(**_options(wanted, schedule))
                     checked_format(find_format(wanted), place, store_url, spec, options)
                 elif is_remote(place):
                     raise invalid("A report is one local file.", "")

@@ -1,14 +1,13 @@
 """Exports of jobs as datasets, and the interface for formats of other packages."""
 
 from jobs.export.dataset import PartFiles
-from jobs.export.export import OPTIONS, ExportReport, checked_format, export, export_jobs, parsed_options
+from jobs.export.export import ExportReport, checked_format, export, export_jobs, parsed_options
 from jobs.export.files import own_output
 from jobs.export.formats import ExportFormat, ExportOptions, find_format, format_names
 from jobs.export.items import AudioItem, Part, item_metadata, parse_splits
 from jobs.export.job_set import StoredJob
 
 __all__ = [
-    "OPTIONS",
     "AudioItem",
     "ExportFormat",
     "ExportOptions",

@@ -24,7 +24,7 @@ from jobs.export.formats import ExportFormat, ExportOptions, find_format
 from jobs.export.items import WHOLE, AudioItem, LeftOut, Part, Plan, Splits, make_plan, parse_splits
 from jobs.export.job_set import JobSet, StoredJob
 from jobs.export.manifest import manifest_line, renew_manifest
-from jobs.job_options import unknown_name
+from jobs.job_options import plain_numbers, unknown_name
 from jobs.ledger.records import WORDS, ItemRow, ItemState, JobSpec
 from jobs.provenance import exporter_record, read_records
 from jobs.recent_jobs import out_option
@@ -75,13 +75,16 @@ class ExportReport(NamedTuple):
 def parsed_options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
     """The arguments of `export_jobs` for options, of which texts are read as the command does. `others`: further
     arguments that may be given. Raises `config.invalid`."""
-    for name in given:
+    options = plain_numbers(given)
+    for name, value in options.items():
         if name not in (*OPTIONS, *others):
             raise unknown_name("option", name, OPTIONS)
-    options = {
-        name: _PARSERS[name](value) if name in _PARSERS and isinstance(value, str) else value
-        for name, value in given.items()
-    }
+        kind = OPTIONS.get(name)
+        if kind and type(value) is kind and (name != "part_mb" or value > 0):
+            options[name] = _PARSERS.get(name, kind)(value)
+        elif kind and not (value is None or isinstance(value, Path | Splits)):
+            known = ", ".join(f"{own} ({kind.__name__})" for own, kind in OPTIONS.items())
+            raise invalid(f"The option {name} of the export is {value!r:.80}.", f"Options are: {known}.")
     if (part_mb := options.pop("part_mb", None)) is not None:
         options["part_bytes"] = part_mb * 10**6
     return options
@@ -93,7 +96,10 @@ def checked_format(
     """The format with its options for jobs with this spec. Raises `config.invalid`, and the errors of
     `ExportFormat.check`."""
     options.conversion.check(spec.format)
-    chosen = interleaved(of_dialogues(chosen, options, spec.speak), options, spec)
+    chosen = of_dialogues(chosen, options, spec.speak)
+    # Also before a tokenizer is looked for, which may be on the hub.
+    chosen.check(to, store_url, spec, options)
+    chosen = interleaved(chosen, options, spec)
     chosen.check(to, store_url, spec, options)
     return chosen
 
@@ -165,8 +171,11 @@ def export_jobs(
 
 def _check_audio(format: ExportFormat, jobs: Sequence[StoredJob], options: ExportOptions) -> None:
     """Checks the conversion for each job, and what the format needs equal in all jobs."""
-    if format.codes and len({one.job.spec.output for one in jobs}) > 1:
-        raise invalid("Some of these jobs have codes, and others not.", "Export them to several datasets.")
+    if format.codes and len(outputs := {one.job.spec.output or "audio" for one in jobs}) > 1:
+        raise invalid(
+            f"The outputs of these jobs differ: {', '.join(sorted(outputs))}.",
+            "Export them to several datasets.",
+        )
     made = {"audio format": {}, "sample rate": {}}
     for ledger, _, job in jobs:
         # All audio of a job has the same rate: that of its model, or of its spec.

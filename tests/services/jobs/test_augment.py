@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import shutil
 import tarfile
 from collections.abc import Iterator
@@ -353,6 +354,13 @@ def test_python_augments_as_the_command_does(finished: Finished, effects: Effect
     ]
     assert len(made[0]) > 3
     assert made[0] == made[1]
-    for wrong, why in (({"spede": 1}, "spede"), ({"speed": 3}, "An effect is impossible"), ({}, "No effect")):
+    refused = (
+        ({"spede": 1}, "spede"),
+        ({"speed": 30}, "An effect is impossible"),
+        ({"speed": "fast"}, "'fast' is not a range"),
+        ({"noise": effects.noise, "snr": (math.nan, 9)}, "'nan..9' is not a range"),
+        ({}, "No effect"),
+    )
+    for wrong, why in refused:
         with pytest.raises(ConfigError, match=why):
             nightjar.augment(source, tmp_path / "other", **wrong)

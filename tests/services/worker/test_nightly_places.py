@@ -65,9 +65,15 @@ def test_formats_of_one_file_have_their_extension(house: House, to: str, names: 
         ({"store_url": "s3://b/store", "exports": ("kaldi",)}, "kaldi: Readers of kaldi open local files"),
         (
             {"exports": ("nemo",), "export_options": {"uniqe": True}},
-            "nemo: `export_options` has uniqe = True",
+            "nemo: There is no option 'uniqe'. Did you mean 'unique'",
         ),
-        ({"exports": ("nemo",), "export_options": {"unique": "yes"}}, "has unique = 'yes'.* unique .bool."),
+        (
+            {"exports": ("nemo",), "export_options": {"unique": "yes"}},
+            "unique of .* is 'yes'.* unique .bool.",
+        ),
+        ({"exports": ("shar",), "export_options": {"part_mb": 0}}, "part_mb of the export is 0"),
+        ({"exports": ("report",), "export_options": {"report": {}}}, "a table for 'report'"),
+        ({"exports": ("report",), "export_options": {"uniqe": True}}, "There is no option 'uniqe'"),
         ({"exports": ("nemo",), "export_options": {"splits": "a=1"}}, "nemo: `export_options` has splits"),
         ({"exports": ("nemo",), "export_options": {"where": "wer <"}}, "nemo: .*wer <"),
         ({"exports": ("nemo",), "export_options": {"license": "mit"}}, "nemo is one file, without a card"),

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from pydantic import SecretStr
 
+import nightjar
 from jobs.export.items import audio_items, item_metadata
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec
@@ -89,15 +90,28 @@ def test_text_and_speaker_are_those_of_exports(job: Job, tmp_path: Path) -> None
             "There is no option 'absolut'. Did you mean 'absolute'",
         ),
         (lambda job: job.export("manifest", "x", splits="train=0.5"), "add up"),
+        (lambda job: job.export("manifest", "x", splits=["a"]), "splits of the export is .'a'.*splits .str."),
+        (lambda job: job.export("manifest", "x", unique="yes"), "unique of the export is 'yes'"),
+        (lambda job: job.export("webdataset", "x", part_mb=0), "part_mb of the export is 0"),
+        (lambda job: job.export("webdataset", "x", part_mb=1.5), "part_mb of the export is 1.5"),
+        (lambda job: job.export("webdataset", "x", license=3), "license of the export is 3"),
+        (
+            lambda job: job.export("webdataset", "x", sample_rate="8000"),
+            "sample_rate of the export is '8000'",
+        ),
+        (lambda job: job.export(5, "x"), "The argument `format` is 5"),
+        (lambda job: nightjar.export(job, "manifest", "x"), "The argument `jobs` is Item"),
+        (lambda job: nightjar.decode("x", "y", model=5), "`model` is 5"),  # type: ignore[arg-type]
     ],
 )
 def test_arguments_of_another_type_are_one_sentence(
-    job: Job, call: Callable[[Job], object], words: str
+    job: Job, tmp_path: Path, call: Callable[[Job], object], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         call(job)
     assert len(list(job.items(limit=np.int64(2)))) == 2  # type: ignore[arg-type]
     assert job.wait(np.float32(1)).done  # type: ignore[arg-type]
+    assert job.export("webdataset", tmp_path / "to", part_mb=np.int64(1), license=None).is_dir()
 
 
 def test_splits_are_written_as_in_the_command(job: Job, tmp_path: Path) -> None:
