@@ -121,7 +121,7 @@ def test_formats_of_joined_audio_are_whole_files(build: Build, audio_format: str
 
 
 def test_a_bad_part_alone_is_drawn_again(build: Build) -> None:
-    rig = build(pipeline=Redraws({3: 1, 7: 2}))
+    rig = build(pipeline=Redraws({3: 1, 7: 2}), lease_seconds=30)
     job = rig.submit([TEXT], quality=quality())
     rig.run_next()
     draws = [{3: 1, 7: 2}.get(number, 0) for number in range(len(PARTS))]
