@@ -191,17 +191,22 @@ def fail(error: BaseException, *, as_json: bool) -> None:
     """Prints an error on stderr: a sentence with its code and advice, or `nightjar.error/1`. Passwords of
     URLs are hidden."""
     if isinstance(error, NightjarError):
-        code, message, advice = error.code.value, error.message, error.advice
+        code = error.code.value
+        message = error.message
+        advice = error.advice
     elif isinstance(error, OSError):
         where = "" if error.filename is None else f": {error.filename}"
-        code, message = "system", f"System error: {error.strerror or error}{where}."
+        code = "system"
+        message = f"System error: {error.strerror or error}{where}."
         advice = "Correct the cause and try again."
         try:
             os.getcwd()
         except FileNotFoundError:
-            message, advice = "The working directory no longer exists.", "Change to one that exists."
+            message = "The working directory no longer exists."
+            advice = "Change to one that exists."
     else:
-        code, message = "internal", f"An unexpected error: {type(error).__name__}: {error}."
+        code = "internal"
+        message = f"An unexpected error: {type(error).__name__}: {error}."
         advice = "This is a bug; SPEECH_DEBUG=1 shows where it happened."
     message, advice = redact(message), redact(advice)
     if as_json:

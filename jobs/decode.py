@@ -134,7 +134,8 @@ def decode(
     from jobs.encoded_audio import encoded_audio
 
     # Notes what is decoded in the folder.
-    note, claim = json_line({"source": source}), to / "decode.json"
+    note = json_line({"source": source})
+    claim = to / "decode.json"
     if claim.is_file() and claim.read_bytes() != note:
         raise invalid(
             f"{str(to)!r} has the audio of another job or export.", "Give another folder with --to."

@@ -53,7 +53,8 @@ def delete_objects(store: ObjectStore, job_id: str) -> tuple[int, int]:
         before, found = objects, objects_of(store, job_id)
         while page := list(islice(found, OBJECTS_AT_ONCE)):
             store.delete_many([info.key for info in page])
-            objects, size = objects + len(page), size + sum(info.bytes for info in page)
+            objects += len(page)
+            size += sum(info.bytes for info in page)
         if objects == before:
             break
     return objects, size

@@ -215,7 +215,8 @@ def check_example_id(example_id: str, key: str) -> None:
 
 def spoken_turns(messages: Sequence[Triple], speak: Speak) -> tuple[int, ...]:
     """The places of the texts that are spoken, in order; texts without a visible character are skipped."""
-    user, assistant = _places(messages, "user"), _places(messages, "assistant")
+    user = _places(messages, "user")
+    assistant = _places(messages, "assistant")
     if speak == "auto":
         silent = [place for place in assistant if not _recordings(messages, place)]
         return tuple(silent or user)
@@ -543,7 +544,8 @@ def row_dialogue(
 def _voice(speaker: str, voice_of: Callable[[str], str | None]) -> str:
     if (voice := voice_of(speaker)) is not None:
         return voice
-    message, advice = "The row has no speaker.", "Give the row a speaker or a voice."
+    message = "The row has no speaker."
+    advice = "Give the row a speaker or a voice."
     if speaker:
         message = f"The speaker {printable(speaker, 40)!r} has no voice."
         advice = "Set one with --voice-for SPEAKER=VOICE, or one for all other speakers with --voice-for '*=VOICE'."

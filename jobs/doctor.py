@@ -87,7 +87,8 @@ def workers(settings: Settings) -> Verdict:
         return "none needed before the first job", ""
     with closing(Ledger.of(settings)) as ledger:
         found = [row.state for row in ledger.worker_statuses() if row.silent_seconds < WORKER_SECONDS]
-    live, quarantined = found.count(UP), found.count(QUARANTINED)
+    live = found.count(UP)
+    quarantined = found.count(QUARANTINED)
     if quarantined:
         return f"{live} live, {quarantined} quarantined.", "`nightjar workers` says why, and what to do."
     if live or settings.database_url is None:
@@ -150,7 +151,8 @@ def _models(_: Settings) -> Verdict:
 def _meters(_: Settings) -> Verdict:
     from jobs.checks import PRESETS, added_meters, known_meters, missing_libraries, missing_libraries_error
 
-    strict, others = PRESETS["strict"], sorted(added_meters())
+    strict = PRESETS["strict"]
+    others = sorted(added_meters())
     found = [
         f"{name} needs {', '.join(missing)}" if (missing := missing_libraries(name)) else name
         for name in known_meters()
@@ -195,7 +197,8 @@ def inspect_machine() -> Machine:
     with suppress(OSError, subprocess.SubprocessError, ValueError):
         cuda, names = json.loads(subprocess.check_output([sys.executable, "-c", _ASK_TORCH], timeout=120))
     kernels = "prebuilt" if binaries.shipped() else toolchain.cuda_compiler()
-    triton, compiler = installed_version("triton"), toolchain.c_compiler()
+    triton = installed_version("triton")
+    compiler = toolchain.c_compiler()
     return Machine(devices, driver, installed_version("torch"), cuda, tuple(names), triton, kernels, compiler)
 
 

@@ -85,11 +85,13 @@ class EmbeddedHome:
     def __init__(self, settings: Settings, devices: Sequence[Device] | None = None) -> None:
         from jobs.ledger import Ledger
 
-        self.settings, self.ledger = settings, Ledger.of(settings)
+        self.settings = settings
+        self.ledger = Ledger.of(settings)
         self.plans = plan_workers(settings, devices)
         self.home = settings.home.absolute()
         self.state = settings.state_folder
-        self.worker_log, self.server_log = self.state / "worker.log", self.state / "server.log"
+        self.worker_log = self.state / "worker.log"
+        self.server_log = self.state / "server.log"
         #: Set on entry.
         self._lock: int
         #: The folder of the broker's socket.

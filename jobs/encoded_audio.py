@@ -60,7 +60,8 @@ def encoded_audio(
 
     Raises `SynthesisError` for invalid audio, and for samples of which none is left at that rate.
     """
-    rate, audio_format = wanted or sample_rate, cast("AudioFormat", audio_format)
+    rate = wanted or sample_rate
+    audio_format = cast("AudioFormat", audio_format)
     samples = resample(samples, sample_rate, rate)
     if not len(samples):
         raise SynthesisError(
@@ -123,7 +124,8 @@ class JoinedSpeech:
         pause = max(0, round(self._pauses[number] * rate) - 2 * KEPT_MS * rate // 1000)
         pcm = np.pad(to_pcm(samples * fades), (0, pause))
         with self._lock:
-            place, said = self._file.seek(0, io.SEEK_END), (trimmed.words, trimmed.phonemes)
+            place = self._file.seek(0, io.SEEK_END)
+            said = (trimmed.words, trimmed.phonemes)
             self._parts[number] = place, pcm.nbytes, rate, said
             self._file.write(pcm.data)
             return len(self._parts) == len(self._pauses)
@@ -131,7 +133,8 @@ class JoinedSpeech:
     def encoded(self) -> tuple[EncodedAudio[BinaryIO], bytes]:
         """The joined speech and its `words_file`, empty if the words are not known. Called once, after the last
         part."""
-        audio_format, rate = cast("AudioFormat", self._spec.format), self._parts[0][2]
+        audio_format = cast("AudioFormat", self._spec.format)
+        rate = self._parts[0][2]
         total, whole = 0, (list[Word](), list[Word]())
         for number in range(len(self._pauses)):
             _, size, _, said = self._parts[number]

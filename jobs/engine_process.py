@@ -76,7 +76,8 @@ def engine_options(settings: Settings, card: ModelCard, models: int = 1) -> dict
     """The options of a model for a server: the same as for a worker, and prepared for streams if possible.
     Several `models` share the GPU's memory equally, unless it is set. Answers that reach their limit are kept
     (`finish_reason` length)."""
-    options, native = settings.engine_options(card), settings.chosen_engine(card) == "native"
+    options = settings.engine_options(card)
+    native = settings.chosen_engine(card) == "native"
     if models > 1 and card.engine != "cpu" and has_gpu():
         options.setdefault("memory_share", _SHARED_MEMORY / models)
     if native and has_option(card, "streams"):

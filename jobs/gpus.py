@@ -107,7 +107,8 @@ def choose_gpus(
         if names == [ALL]:
             raise _no_gpus(str(error)) from None
         log.warning("GPUs %s are not checked: %s.", ", ".join(names), error)
-        existing, visible = [Device(name, name, shown=name) for name in dict.fromkeys(names)], None
+        existing = [Device(name, name, shown=name) for name in dict.fromkeys(names)]
+        visible = None
     allowed = existing if visible is None else _allowed(existing, visible)
     existing_text = f"this host has {', '.join(device.shown for device in existing) or 'none'}"
     if names == [ALL]:

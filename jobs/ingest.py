@@ -109,7 +109,8 @@ def submit(
     with open_source(source, settings.s3) as opened:
         resolved = resolved.of_input(opened)
         sha = spec_sha(resolved.spec)
-        labels, made_from = dict(options.labels), [opened.sha256, sha, recorded(store.url, ledger.place)]
+        labels = dict(options.labels)
+        made_from = [opened.sha256, sha, recorded(store.url, ledger.place)]
         if resolved.input_format != "dialogues":
             labels[INPUT_FORMAT] = resolved.input_format
             made_from.append(resolved.input_format)
@@ -133,7 +134,8 @@ def submit(
         if abort := options.on_error == "abort":
             _refuse_skipped(ledger, store, job)
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, resolved.card.check_reference)
-        times, measured_rtf = settings.times, ledger.measured_rtf(resolved.spec.model)
+        times = settings.times
+        measured_rtf = ledger.measured_rtf(resolved.spec.model)
         size = ShardSize.of(resolved.card, times.shard_seconds, times.shard_items, measured_rtf)
         reference_key = reader.keys(partial(put_reference, store, job.id))
         records = resolved.records(opened)
@@ -204,7 +206,8 @@ class _Ingest:
             lines = self.checker.checked(self.records, self.reference_key, self.lines)
             for _ in map_ahead(partial(stager.submit, partial(self._stage, write_all)), lines, 1):
                 if self.progress is not None:
-                    done, whole = self.records.source.bytes_read, self.records.source.bytes
+                    done = self.records.source.bytes_read
+                    whole = self.records.source.bytes
                     note = left_out_note(self.records.left_out)
                     self.progress(IngestProgress(self.lines, done, whole, note))
         self.records.source.check_unchanged()
@@ -318,7 +321,8 @@ def _undo(ledger: Ledger, store: ObjectStore, job: Job) -> None:
 def _identity_of(ledger: Ledger, store: ObjectStore) -> str:
     """The identity of a store for a submit. A store that already has jobs of the ledger must exist and is not
     created."""
-    known, file = ledger.store_identity(store.url), ledger.path
+    known = ledger.store_identity(store.url)
+    file = ledger.path
     # A ledger inside the store proves that it is the right store.
     within = store.root is not None and file is not None and file.absolute().is_relative_to(store.root)
     if known is None:

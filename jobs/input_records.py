@@ -101,7 +101,9 @@ class Records:
         return (draws.in_record(record, self.spec.speak) for record in records)
 
     def _chosen_lines(self) -> Iterator[Record]:
-        limit, sample, read = self.chosen.limit, self.chosen.sample, _READERS[self.format]
+        limit = self.chosen.limit
+        sample = self.chosen.sample
+        read = _READERS[self.format]
         total = limit if sample is None else sum(not _blank(record) for record in read(self))
         left = total = total or 0
         if sample is not None:
@@ -267,7 +269,8 @@ def supervision_rows(line: bytes) -> Iterator[dict[str, Any]]:
 
 def _json_rows(records: Records, rows_of: Callable[[bytes], Iterable[dict[str, Any]]]) -> Iterator[Record]:
     """Yields the records of lines of JSON, each of which has one row or more. A number is that of a row."""
-    dialogue, number = row_converter(records.chosen, records.voice_of, records.left_out), 0
+    dialogue = row_converter(records.chosen, records.voice_of, records.left_out)
+    number = 0
     for line in records.source.lines():
         found = [line]
         if line and not line.isspace():

@@ -347,7 +347,8 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
     generation = checked_generation(asked)
     own: dict[str, Any] = {name: given.pop(name, False) or msgspec.UNSET for name in ("pack", "timestamps")}
     own |= {"model": str(given.pop("model", DEFAULT_MODEL))}
-    by_speaker, balance = given.pop("voices_by", "dialogue") == "speaker", given.pop("balance", False)
+    by_speaker = given.pop("voices_by", "dialogue") == "speaker"
+    balance = given.pop("balance", False)
     if (voices := given.pop("voices", None)) is not None:
         from jobs.voices import read_pool
 
@@ -491,7 +492,9 @@ def _omitted(job: Job, home: str | None, engines: Sequence[str], card: ModelCard
 
 def _of_options(job: Job) -> Iterator[str]:
     """Yields the words of the model's option, and of each other option whose value is not the default."""
-    made, defaults, known = options_of(job.spec, job), default_options(), flags()
+    made = options_of(job.spec, job)
+    defaults = default_options()
+    known = flags()
     for name, value in {**made.pop("generation"), **made}.items():
         if value is None or (value == defaults.get(name) and name != "model"):
             continue
@@ -530,7 +533,9 @@ def _changes(
 ) -> Iterator[tuple[str, Any]]:
     """Yields (dotted key, value) of each difference: `false` removes a bound or a meter, `null` a limit."""
     for key in {**before, **after}:
-        here, old, new = f"{path}{key}", before.get(key), after.get(key)
+        here = f"{path}{key}"
+        old = before.get(key)
+        new = after.get(key)
         is_limit = here.count(".") == _LONGEST_KEY_DOTS
         if old == new and (key in before) == (key in after):
             continue

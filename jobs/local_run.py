@@ -253,7 +253,8 @@ def _report(
     """Writes the report; returns its place. None: it could not be written, which does not fail the run."""
     from jobs.report import default_place, write_report
 
-    price, place = settings.price_per_gpu_hour, default_place(settings, status.job.id)
+    price = settings.price_per_gpu_hour
+    place = default_place(settings, status.job.id)
     try:
         return write_report(ledger, store, status.job.id, place, price_per_gpu_hour=price).path
     except NightjarError as error:

@@ -145,7 +145,8 @@ def _bar():
 
     console = Console(stderr=True)
     narrow = console.width < BAR_COLUMNS
-    state, count = TextColumn("{task.description}"), MofNCompleteColumn(table_column=Column(no_wrap=True))
+    state = TextColumn("{task.description}")
+    count = MofNCompleteColumn(table_column=Column(no_wrap=True))
     facts = Facts(table_column=Column(no_wrap=not narrow))
     columns = (state, count, facts) if narrow else (SpinnerColumn(), state, BarColumn(), count, facts)
     return Progress(*columns, console=console, transient=True)

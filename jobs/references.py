@@ -85,7 +85,8 @@ class ReferenceReader:
         Raises `input.audio_missing`, `input.audio_forbidden`, `input.audio_unreadable` or
         `input.too_long`; `StoreError` if the store fails.
         """
-        address, inside = self.locate(content), f"{self._store.url}/"
+        address = self.locate(content)
+        inside = f"{self._store.url}/"
         if address.startswith(inside):
             data = _read_object(self._store, address.removeprefix(inside), content)
         else:

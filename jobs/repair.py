@@ -130,7 +130,8 @@ class _Resynthesis:
         line, job = shard_line(self.lines.of(row)), self.job
         request_id = f"verify/{artifact.kind}/{job.id}/{line.index}"
         generation = line.generation_over(job.spec.generation)
-        load, words = partial(load_reference, self.store, job.id), pronunciations_of(job.spec)
+        load = partial(load_reference, self.store, job.id)
+        words = pronunciations_of(job.spec)
         request = item_request(line, generation, job, request_id, artifact.seed, load, words)
         parts = parts_of(spoken_text(line.messages), self.pipeline.capabilities) if line.role else ()
         if not parts:

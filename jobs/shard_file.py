@@ -78,7 +78,10 @@ def cut(lines: Sequence[GoodLine], size: ShardSize, items_before: int = 0) -> It
         ):
             yield lines[start:end]
             items_before += items - more
-            start, audio_ms, total_bytes, items = end, line.estimated_ms, len(line.raw) * more, more
+            start = end
+            audio_ms = line.estimated_ms
+            total_bytes = len(line.raw) * more
+            items = more
     if start < len(lines):
         yield lines[start:]
 
@@ -169,7 +172,8 @@ def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
 
 def shard_line(stored: RawLine) -> ShardLine:
     """The item of a line for a worker."""
-    dialogue, turn = _decode_dialogue(stored.dialogue), stored.message_index
+    dialogue = _decode_dialogue(stored.dialogue)
+    turn = stored.message_index
     generation = dialogue.generation or NO_GENERATION
     role: SpokenRole | None = None
     written = None if turn is None or stored.spoken is None else dialogue.messages[turn][2].strip()
@@ -181,7 +185,8 @@ def shard_line(stored: RawLine) -> ShardLine:
         messages = turn_messages(dialogue.messages, turn, stored.references, stored.spoken)
         if generation is not NO_GENERATION:
             generation = generation.of(role)
-    where, metadata = (stored.index, stored.line, dialogue.example_id), metadata_json(stored.dialogue)
+    where = (stored.index, stored.line, dialogue.example_id)
+    metadata = metadata_json(stored.dialogue)
     return ShardLine(*where, messages, generation, turn, role, metadata, written)
 
 

@@ -186,7 +186,9 @@ def _check_format(format: AskedFormat, spec: JobSpec) -> None:
 def _frozen_generation(generation: Generation, card: ModelCard) -> Generation:
     """Replaces language codes and OpenAI's voice names in the settings by the model's names. Raises
     `input.unknown_language`."""
-    capabilities, voice, language = card.capabilities, generation.voice, generation.language
+    capabilities = card.capabilities
+    voice = generation.voice
+    language = generation.language
     if voice in OPENAI_VOICES and not capabilities.multi_turn:
         voice = own_voice(voice, capabilities.voices)
     if (
@@ -221,7 +223,9 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
     Raises `config.invalid` for options that exclude each other or do not apply to this model.
     """
     check_rate(spec.format, spec.sample_rate or card.sample_rate)
-    speak, chosen, quality = spec.speak, spec.reading or ALL, spec.quality
+    speak = spec.speak
+    chosen = spec.reading or ALL
+    quality = spec.quality
     if spec.output and not card.capabilities.codes:
         raise invalid(
             f"The model {card.name} has no codec, so it gives no codes.",
@@ -256,7 +260,8 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
         if not quality.paces and card.pace is not None:
             # Later calibrations must not change this job.
             quality = replace(quality, paces=(card.pace,))
-        languages, asr = card.capabilities.languages, quality.meters.get("asr")
+        languages = card.capabilities.languages
+        asr = quality.meters.get("asr")
         if asr is not None and len(languages) == 1:
             # Without a language the meter detects that of each line.
             asr = {**asr, "language": asr.get("language", languages[0])}
@@ -424,7 +429,8 @@ class LineChecker:
 
     def _accept(self, number: int, raw: bytes, dialogue: Dialogue, reference_key: ReferenceKey) -> GoodLine:
         """The line of any dialogue that can be spoken. Raises `InputError`."""
-        messages, generation = dialogue.messages, dialogue.generation or _NO_GENERATION
+        messages = dialogue.messages
+        generation = dialogue.generation or _NO_GENERATION
         turns, recordings = turns_and_recordings(messages, self._speak)
         spoken: dict[int, str] = {}
         if turns is None:
@@ -455,7 +461,8 @@ class LineChecker:
         role = cast("SpokenRole", dialogue.messages[turn][0])
         try:
             own = generation.of(role)
-            settings, text = own.over(self._defaults.of(role)), dialogue.messages[turn][2].strip()
+            settings = own.over(self._defaults.of(role))
+            text = dialogue.messages[turn][2].strip()
             if self._spoken_text and (said := self._spoken_text.of(text, settings.language)) != text:
                 spoken[turn] = said
             messages = turn_messages(dialogue.messages, turn, spoken=spoken.get(turn))

@@ -93,7 +93,8 @@ def cost(status: JobStatus, price_per_gpu_hour: float | None) -> float | None:
 
 def cost_at_end(status: JobStatus, price_per_gpu_hour: float | None) -> float | None:
     """The cost at the end, if pending items cost as much as ended ones; None while unknown."""
-    spent, ended = cost(status, price_per_gpu_hour), status.items.ended
+    spent = cost(status, price_per_gpu_hour)
+    ended = status.items.ended
     if spent is None or not ended:
         return None
     return spent * (ended + status.items.pending) / ended
@@ -151,7 +152,8 @@ def status_lines(
         yield f"checks  {measured_text(state.measured)}"
     speed = f", RTFx {factor:.1f}" if (factor := rtfx(state)) else ""
     yield f"audio   {_hours(state.audio_ms / 1000)}{speed}, {bytes_text(state.bytes_out)}"
-    elapsed, busy = elapsed_seconds(state), state.busy_seconds
+    elapsed = elapsed_seconds(state)
+    busy = state.busy_seconds
     idle = f" of work in {seconds_text(elapsed)}" if elapsed - busy > GAP_SECONDS else ""
     pace = f"time    {seconds_text(busy if idle else elapsed)}{idle}, {items_per_second(state):.2f} items/s"
     if not job.state.final and (eta := eta_seconds(state)) is not None:

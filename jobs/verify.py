@@ -126,7 +126,8 @@ class ObjectCheck:
     def __iter__(self) -> Iterator[tuple[Expected, Fault]]:
         """Raises `StoreError` if the store fails."""
         objects = expected_objects(self.ledger, self.job.id, self.kinds)
-        artifacts, head = ArtifactReader(self.store), lru_cache(None)(self.store.head)
+        artifacts = ArtifactReader(self.store)
+        head = lru_cache(None)(self.store.head)
         by_server = self.store.remote and not self.deep
 
         def sha256(expected: Expected) -> str | None:

@@ -228,7 +228,8 @@ def item_request(
     lexicon that have phonemes."""
     messages, voices = line.messages, job.spec.stored_voices
     if voices and line.role is not None:
-        own, prefix = line.generation.voice, references_prefix(job.id)
+        own = line.generation.voice
+        prefix = references_prefix(job.id)
         messages, generation = in_stored_voice(messages, generation, own, voices, prefix)
     loaded = [
         msgspec.structs.replace(message, content=load(message.content))
@@ -358,7 +359,8 @@ def _of_names(names: str) -> Iterator[_Row]:
 
 def _of_folder(folder: Path) -> Iterator[_Row]:
     for path in sorted(folder.rglob("*")):
-        inside, text = path.relative_to(folder), path.with_suffix(".txt")
+        inside = path.relative_to(folder)
+        text = path.with_suffix(".txt")
         is_hidden = any(part.startswith(".") for part in inside.parts)
         if path.suffix.lower() in _SUFFIXES and not is_hidden and path.is_file():
             yield text.name, inside.with_suffix("").as_posix(), "1", path, _read(text)

@@ -153,7 +153,9 @@ def _condition(node: ast.expr, *, negated: bool) -> Condition:
         operator = _OPERATORS.get(type(operation), "")
         name, number = _name(left), _number(right)
         if name is None:
-            name, number, operator = _name(right), _number(left), operator.translate(_SWAPPED)
+            name = _name(right)
+            number = _number(left)
+            operator = operator.translate(_SWAPPED)
         if name is None or number is None or not math.isfinite(number) or not operator:
             raise _wrong(f"contains {text!r}, which does not compare a score with a number")
         found.append(Comparison(name, _NEGATED[operator] if negated else operator, number))

@@ -212,7 +212,9 @@ class WorkerGroup:
                 process.send_signal(number)
 
     def _start(self, member: Member) -> None:
-        member.came_up, member.last_message, member.refusal = False, "", None
+        member.came_up = False
+        member.last_message = ""
+        member.refusal = None
         child = member.child = self.start_child(member.plan)
         if not self._held:
             _release(child)

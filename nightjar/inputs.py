@@ -43,7 +43,8 @@ def written_input(
     collection of records; `StoreError` (`store.forbidden`) for a folder that cannot be written.
     """
     _check_collection(records)
-    chosen, voice_of = spec.reading or Reading(), voice_of_speaker(spec)
+    chosen = spec.reading or Reading()
+    voice_of = voice_of_speaker(spec)
     folder = state_folder / INPUTS
     for place in (state_folder, folder):
         own_path(place / "input")

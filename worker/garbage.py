@@ -120,7 +120,9 @@ def _swept(
 
 
 def _unreferenced(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:
-    listed, prefix, nothing = partial(_listed, store), job_prefix(job.id), frozenset[tuple[str, str]]()
+    listed = partial(_listed, store)
+    prefix = job_prefix(job.id)
+    nothing = frozenset[tuple[str, str]]()
     for kind in ("audio", "codes", "text", WORDS, QUARANTINE):
         for info in _without(listed(f"{prefix}{kind}/"), ledger.artifacts(job.id, kind)):
             yield info, nothing

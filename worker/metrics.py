@@ -23,7 +23,8 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         registry.register(VllmMetrics())
-        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
         self.items = counter(
             "speech_items", "Items that ended, by outcome and error code.", ["outcome", "code"]
         )

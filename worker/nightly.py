@@ -93,7 +93,8 @@ class Night:
     datasets: tuple[Dataset, ...] = ()
 
     def __post_init__(self) -> None:
-        self.schedule, self.day = self.settings.schedules[self.name], self.night.isoformat()
+        self.schedule = self.settings.schedules[self.name]
+        self.day = self.night.isoformat()
 
     @property
     def job_id(self) -> str:
@@ -197,7 +198,8 @@ class Night:
         # replaced. A failure does not affect other datasets, and foreign files are never changed.
         jobs = list(self.jobs().values())
         self.datasets = tuple([self._written(jobs, wanted) for wanted in self.schedule.exports])
-        self.done_items, self.failed_items = status.items.done, status.items.failed
+        self.done_items = status.items.done
+        self.failed_items = status.items.failed
         self.rejected_lines = job.rejected_lines
         return True
 
@@ -227,7 +229,9 @@ class Night:
 
     def _fail(self, error: NightjarError, end: NightEnd = NightEnd.FAILED) -> None:
         """Records a failure; a night that has not run remains due."""
-        self.end, self.reason, self.code = end, str(error), error.code
+        self.end = end
+        self.reason = str(error)
+        self.code = error.code
         log.error("night failed", schedule=self.name, night=self.day, error=self.reason)
         if self.state in ENDED_BADLY:
             self.ledger.schedule_forget(self.name, self.day)
@@ -262,7 +266,10 @@ class Night:
     def _written(self, jobs: Sequence[Job], format: str) -> Dataset:
         """Writes an export or report. A failure is only recorded in the result."""
         to = place_of(self.settings, self.name, format, self.night)
-        ledger, job, own, s3 = self.ledger, jobs[-1], {one.id for one in jobs}, self.settings.s3
+        ledger = self.ledger
+        job = jobs[-1]
+        own = {one.id for one in jobs}
+        s3 = self.settings.s3
         try:
             store = store_of(job, s3)
             if format != REPORT:

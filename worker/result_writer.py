@@ -160,7 +160,9 @@ class ResultWriter:
         | failed as the last one, and the job keeps the best | `Done` with the best draw's artifacts |
         | failed as the last one | `Failed`, with the best draw's audio in quarantine |
         """
-        job, index, seed = shard.held.lease.job, draw.line.index, draw.request.seed
+        job = shard.held.lease.job
+        index = draw.line.index
+        seed = draw.request.seed
         quality, history = job.spec.quality, draw.history
         text_only = (
             isinstance(made, Speech) and made.text_out is not None and made.meta.get("mode") == "text_only"
@@ -225,7 +227,8 @@ class ResultWriter:
         # The item has its own id here, because request ids differ between attempts and draws.
         item = f"{job.id}/{line.index}"
         task = MeterTask(meters, utterance, lambda: shard.abandoned, item, quality.bounds)
-        measuring, scores = self.meters.submit(task), checked.record.scores
+        measuring = self.meters.submit(task)
+        scores = checked.record.scores
         measuring.add_done_callback(
             lambda done: self.threads.submit(self.work, shard, draw, speech, (scores, done))
         )
@@ -244,7 +247,10 @@ def _stored(
     """
     if speech is None:
         return outcome
-    job, line, packs, failed = shard.held.lease.job, draw.line, shard.packs, isinstance(outcome, Failed)
+    job = shard.held.lease.job
+    line = draw.line
+    packs = shard.packs
+    failed = isinstance(outcome, Failed)
     made: list[tuple[Artifact, Any]] = []
 
     def add(kind: str, data: Any, size: int, **facts: Any) -> None:
@@ -257,7 +263,8 @@ def _stored(
             return PartKept()
         # An object of its own in a job with packs too, since it may be larger than memory.
         outcome, audio, words, meta, seed = whole
-        packs, number = None, outcome.draws[-1].draw if outcome.draws else number
+        packs = None
+        number = outcome.draws[-1].draw if outcome.draws else number
         add("audio", audio.data, audio.size, **audio.facts, meta=meta)
         if words:
             add(WORDS, words, len(words), meta=meta)
@@ -327,7 +334,8 @@ class LongItem:
                 name: _worst(name, [draw.scores.get(name, Score(None)) for draw in chosen]) for name in names
             }
             code = next((draw.code for draw in chosen if draw.code is not None), None)
-            milliseconds, number = sum(draw.duration_ms for draw in chosen), self._first + place
+            milliseconds = sum(draw.duration_ms for draw in chosen)
+            number = self._first + place
             yield Draw(number, self._seed(number), code, place == count - 1, milliseconds, scores)
 
 

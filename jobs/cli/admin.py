@@ -225,7 +225,8 @@ def workers(include_ended: bool, home: str | None, output: Output) -> None:
 def _row(worker: WorkerStatus) -> Sequence[object]:
     recent, doing = worker.recent, ""
     if held := worker.held:
-        first, more = held[0], f" +{len(held) - 1}" if len(held) > 1 else ""
+        first = held[0]
+        more = f" +{len(held) - 1}" if len(held) > 1 else ""
         doing = f"{first.job[:_ID_CHARACTERS]}/{first.shard} {first.ended_items}/{first.items}{more}"
     failed = f" ({recent.items_failed} failed)" if recent.items_failed else ""
     return (

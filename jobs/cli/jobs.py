@@ -125,7 +125,8 @@ def list(  # noqa: A001 - the name of the command
       nightjar list --label corpus=evening --json
       nightjar list --out out
     """
-    places, wanted = settings_of_places("", home), pairs(labels, "KEY=VALUE")
+    places = settings_of_places("", home)
+    wanted = pairs(labels, "KEY=VALUE")
     found: dict[str, tuple[JobStatus, Settings]] = {}
     for settings in places:
         try:
@@ -415,7 +416,8 @@ def retry(found: FoundJob, output: Output, codes: Sequence[ErrorCode] | None, fo
     # Reopened items are no longer among the failed ones.
     failed = ledger.failed_counts(found.id).items()
     left = {code: number for code, number in failed if code.permanent and (codes is None or code in codes)}
-    text, state = f"Reopened {counted(count, 'item')} of {found.id}.", ledger.job(found.id).state
+    text = f"Reopened {counted(count, 'item')} of {found.id}."
+    state = ledger.job(found.id).state
     output.result(text, "nightjar.retry/1", job=found.id, state=state, reopened=count, left=left)
     if left:
         reasons = ", ".join(f"{number} x {code.value}" for code, number in left.items())

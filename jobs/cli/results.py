@@ -307,7 +307,8 @@ def report(
         renew_manifest(found.ledger, found.store, found.id)
         return
     # Absolute, so that `-` is a file's name.
-    place, store = to.absolute() if to else default_place(found.settings, found.id), found.store
+    place = to.absolute() if to else default_place(found.settings, found.id)
+    store = found.store
     written = write_report(
         found.ledger, store, found.id, place, items=items, embed=embed, price_per_gpu_hour=price
     )

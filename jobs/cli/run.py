@@ -211,7 +211,8 @@ def dry_run_of(settings: Settings, source: str, spec: Any, options: SubmitOption
 
     estimate = dry_run(settings, open_store(settings.effective_store_url, settings.s3), source, spec, options)
     refused = sum(estimate.rejected.values())
-    rate, seconds = settings.price_per_gpu_hour, estimate.engine_seconds
+    rate = settings.price_per_gpu_hour
+    seconds = estimate.engine_seconds
     price = None if rate is None or seconds is None else seconds / 3600 * rate
     view = {"schema": "nightjar.estimate/1", **msgspec.to_builtins(estimate), "cost": price}
     if not output.as_json:

@@ -84,7 +84,8 @@ class Conversion:
         item."""
         from jobs.encoded_audio import encoded_audio
 
-        artifact, audio_format = item.artifact, self.format or item.extension
+        artifact = item.artifact
+        audio_format = self.format or item.extension
         made = encoded_audio(samples, artifact.sample_rate, audio_format, self.sample_rate)
         written = replace(
             artifact,

@@ -299,7 +299,8 @@ def _augmented(name: str, members: dict[str, bytes], about: JsonObject, effects:
     recipe = effects.recipe(f"{about.get('example_id', name)}/{about.get('message_index')}")
     try:
         data = members[extension]
-        clean, rate = decoded(data), soundfile.info(io.BytesIO(data)).samplerate
+        clean = decoded(data)
+        rate = soundfile.info(io.BytesIO(data)).samplerate
     except (KeyError, soundfile.LibsndfileError):
         raise invalid(f"{name!r} has no audio that can be read.", "Export again, with audio.") from None
     samples = effects.applied(recipe, clean.reshape(len(clean), -1), rate)

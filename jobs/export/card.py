@@ -70,7 +70,8 @@ class CardFacts:
     def noting(self, items: Iterable[AudioItem]) -> Iterator[AudioItem]:
         """Yields the items and notes them."""
         for item in items:
-            known, milliseconds = item_metadata(item.job, item), item.artifact.duration_ms
+            known = item_metadata(item.job, item)
+            milliseconds = item.artifact.duration_ms
             self.voices.add(known.speaker, milliseconds)
             self.languages.add(known.language or "not given", milliseconds)
             self.jobs[item.job.id] += milliseconds

@@ -104,7 +104,8 @@ def interleaved_line(
 ) -> bytes:
     """The line of an item: spans of these numbers of text tokens and frames in turn, the last of each with the rest of
     the other; None: a word and its frames in turn."""
-    codes, known = cast("StoredCodes", item.codes), facts(item)
+    codes = cast("StoredCodes", item.codes)
+    known = facts(item)
     text = tokenizer.encode(known["text"], add_special_tokens=False)
     if sizes is None:
         cuts = _cuts_at_words(item, known["text"], text.offsets, codes)
@@ -149,7 +150,8 @@ def write_espnet_codes(
         files.open(f"{folder}/{name}") for name in ("text", "utt2spk", "wav.scp", "codec.ark")
     )
     for item, _ in items:
-        codes, known = cast("StoredCodes", item.codes), item_metadata(job, item)
+        codes = cast("StoredCodes", item.codes)
+        known = item_metadata(job, item)
         codec = codes.codec
         speaker, utterance = kaldi_ids(known.speaker, item.id)
         about.write(b"," * bool(count) + msgspec.json.encode(utterance))

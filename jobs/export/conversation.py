@@ -107,7 +107,8 @@ class Sounds(NamedTuple):
         for _, dialogue in groupby(items, lambda item: item.example_id):
             ends, first, name = dict.fromkeys(ROLES, 0), 0, ""
             for item in dialogue:
-                rate, role = item.artifact.sample_rate, item_metadata(item.job, item).role
+                rate = item.artifact.sample_rate
+                role = item_metadata(item.job, item).role
                 if name:
                     gap = self.gaps.drawn(item.job.spec.seed, item.example_id, item.message_index or 0)
                     first = max(first, ends[role], max(ends.values()) + round(gap * rate))
@@ -127,11 +128,13 @@ class Sounds(NamedTuple):
 
         for _, pairs in groupby(items, lambda pair: pair[0].example_id):
             found, files = zip(*pairs, strict=True)
-            turns, rate = tuple(self.placed(found)), found[0].artifact.sample_rate
+            turns = tuple(self.placed(found))
+            rate = found[0].artifact.sample_rate
             end = max(turn.place.end for turn in turns)
             samples = np.zeros((round(end * rate), len(ROLES)), np.float32)
             for turn, file in zip(turns, files, strict=True):
-                pcm, first = decoded(file)[: turn.artifact.samples], round(turn.place.start * rate)
+                pcm = decoded(file)[: turn.artifact.samples]
+                first = round(turn.place.start * rate)
                 role = item_metadata(turn.job, turn).role
                 samples[first : first + len(pcm), ROLES.index(role)] = pcm
             if self.mode == "mono":
@@ -157,7 +160,8 @@ def mixed(samples: Samples) -> Samples:
     total = samples.sum(axis=1)
     at = np.flatnonzero(np.abs(total) > KNEE)
     knee = np.abs(samples[at]).max(axis=1).clip(KNEE)
-    over, room = (np.abs(total[at]) - knee).clip(0), (1 - knee).clip(1e-6)
+    over = (np.abs(total[at]) - knee).clip(0)
+    room = (1 - knee).clip(1e-6)
     total[at] -= np.copysign(over - room * np.tanh(over / room), total[at])
     return total[:, None]
 

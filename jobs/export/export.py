@@ -138,7 +138,8 @@ def export_jobs(
     that the format cannot hold together, `config.missing_library` for a library that is not installed,
     `NotFoundError`, `StoreError`, `ServiceError`.
     """
-    chosen, asked = find_format(format), ExportOptions(**options)
+    chosen = find_format(format)
+    asked = ExportOptions(**options)
     found = {one.job.id: one for one in jobs}
     jobs = sorted(found.values(), key=lambda one: (one.job.created_at, one.job.id))
     _check_audio(chosen, jobs, asked)
@@ -295,7 +296,8 @@ class _Export(NamedTuple):
             count = audio_bytes = 0
             for row in takewhile(lambda row: row.index <= part.last, self.jobs.rows(part.first - 1)):
                 if self.splits.of(row.example_id) == part.split:
-                    count, audio_bytes = count + 1, audio_bytes + (row.artifact.bytes if row.artifact else 0)
+                    count += 1
+                    audio_bytes += row.artifact.bytes if row.artifact else 0
                     yield row
             if (count, audio_bytes) != (part.items, part.audio_bytes):
                 raise invalid(
@@ -317,7 +319,9 @@ class _Export(NamedTuple):
         return plan._replace(reasons=self.jobs.left_out(plan.items))
 
     def _identity(self, plan: Plan) -> Identity:
-        jobs, sounds, options = self.jobs.jobs, self.format.sounds, self.options
+        jobs = self.jobs.jobs
+        sounds = self.format.sounds
+        options = self.options
         places = dict.fromkeys(self.names.base(one.store) for one in jobs)
         place = ",".join(places) if options.audio_root is None else str(options.audio_root.absolute())
         return Identity(
@@ -341,7 +345,9 @@ class _Export(NamedTuple):
     def _write_common(self, plan: Plan, files: PartFiles) -> None:
         """Writes the manifest of all items that match the filter (of sounds: of all turns in them), the
         provenance and the card."""
-        jobs, sounds, facts = self.jobs, self.format.sounds, CardFacts()
+        jobs = self.jobs
+        sounds = self.format.sounds
+        facts = CardFacts()
         noted = facts.noting(jobs.noting(jobs.items(jobs.rows())))
         partly = self.format.whole_dialogues and sounds is None
         listed = jobs.items(jobs.rows(whole=False)) if partly else noted

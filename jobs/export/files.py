@@ -112,7 +112,8 @@ def own_output(to: str, job_id: str, replaces: Collection[str]) -> AbstractConte
             stamp = msgspec.json.decode(beside.read_bytes(), type=_Stamp)
         except (OSError, ValueError):
             stamp = None
-        after, before = file_sha256(new), file_sha256(path) if os.path.lexists(path) else None
+        after = file_sha256(new)
+        before = file_sha256(path) if os.path.lexists(path) else None
         own = stamp is not None and stamp.job in replaces and before in (stamp.sha256, stamp.before)
         if before not in (None, after) and not own:
             raise invalid(

@@ -217,9 +217,11 @@ def _supervision(id: str, recording_id: str, item: AudioItem, channels: int) -> 
 
 def write_espnet_dataset(part: Part, files: PartFiles, job: Job, items: Iterator[Located]) -> None:
     """Writes the dataset of one split, in one pass over its items."""
-    turns, examples = files.sorted_lines(), files.sorted_lines()
+    turns = files.sorted_lines()
+    examples = files.sorted_lines()
     name = f"{part.split}/dialogue.jsonl"
-    texts, dialogues = files.open(f"{part.split}/text.jsonl"), files.open(name)
+    texts = files.open(f"{part.split}/text.jsonl")
+    dialogues = files.open(name)
 
     def written() -> Generator[Located]:
         for _, group in groupby(items, key=lambda pair: pair[0].example_id):

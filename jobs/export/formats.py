@@ -167,12 +167,11 @@ class ExportFormat:
         support, `config.missing_library` if a library for writing is not installed. `spec`: the job's."""
         if self.library is not None and find_spec(self.library) is None:
             raise missing_library(f"The format {self.name}", self.library, "export")
-        made, conversion, audio_root = (
-            options.audio_format or spec.format,
-            options.conversion,
-            options.audio_root,
-        )
-        failures, file = self.failure_line is not None, self.one_file(options.splits)
+        made = options.audio_format or spec.format
+        conversion = options.conversion
+        audio_root = options.audio_root
+        failures = self.failure_line is not None
+        file = self.one_file(options.splits)
         only_codes = spec.output == "codes" and self.codes
         named = self.names_audio and not self.embeds_audio and not failures and not only_codes
         to_root = "Give a folder for the audio with --audio-root"

@@ -176,8 +176,10 @@ def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
     """The metadata of an item, from its line and its job's defaults. `job`: that of the dataset, of which an
     item in a dataset of several jobs has its own."""
     job = item.job if isinstance(item, AudioItem) else job
-    dialogue, index = _decode(item.dialogue), item.message_index
-    own, defaults = dialogue.generation or Generation(), job.spec.generation
+    dialogue = _decode(item.dialogue)
+    index = item.message_index
+    own = dialogue.generation or Generation()
+    defaults = job.spec.generation
     role: SpokenRole = "assistant"
     #: Indexes of the messages that contain the voice; None: any message.
     recordings: Sequence[int] | None = None
@@ -243,7 +245,9 @@ ORIGIN = (
 def facts(item: AudioItem) -> JsonObject:
     """All fields of an item that formats write, under their common names; of a dialogue also those of its
     turns."""
-    known, artifact, job = item_metadata(item.job, item), item.artifact, item.job
+    known = item_metadata(item.job, item)
+    artifact = item.artifact
+    job = item.job
     about = {
         "example_id": item.example_id,
         "index": artifact.index,
@@ -342,7 +346,9 @@ def audio_items(
         coded = ledger.artifacts_of(job_id, "codes", indexes) if job.spec.output else {}
         timed = ledger.artifacts_of(job_id, WORDS, indexes) if job.spec.timestamps is True else {}
         for row in page:
-            line, text, times = lines.of(row), written.get(row.index), timed.get(row.index)
+            line = lines.of(row)
+            text = written.get(row.index)
+            times = timed.get(row.index)
             words, *phonemes = ((),) if times is None else read_words(texts.read(times))
             yield AudioItem(
                 example_id=row.example_id,
@@ -445,7 +451,8 @@ class LeftOut(msgspec.Struct, frozen=True):
 
     @property
     def items(self) -> int:
-        filtered, refused = sum(out.items for out in self.filtered), sum((self.refused or {}).values())
+        filtered = sum(out.items for out in self.filtered)
+        refused = sum((self.refused or {}).values())
         return self.without_audio + filtered + (self.duplicates or 0) + refused
 
     def __str__(self) -> str:

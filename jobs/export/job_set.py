@@ -168,7 +168,8 @@ class JobSet:
         for start, (ledger, _, job) in zip(self._starts, self.jobs):
             own = max(after - start, -1)
             if own + 1 < job.total_items:
-                dialogues, items = self.format.whole_dialogues, partial(ledger.items, job.id, after=own)
+                dialogues = self.format.whole_dialogues
+                items = partial(ledger.items, job.id, after=own)
                 if self.where is not None and self.format.sounds is not None:
                     found = matched(items(), items(where=self.where))
                 else:
@@ -243,7 +244,8 @@ class JobSet:
         for ledger, store, job in self.jobs:
             if next(ledger.artifacts(job.id, TEXT), None) is None:
                 continue
-            lines, texts = ShardLines(ledger, store, job.id), ArtifactReader(store)
+            lines = ShardLines(ledger, store, job.id)
+            texts = ArtifactReader(store)
             done = ledger.items(job.id, ItemState.DONE, where=self.where)
             for page in pages(row for row in done if row.artifact is None and not row.refused):
                 written = ledger.artifacts_of(job.id, TEXT, [row.index for row in page])

@@ -125,9 +125,13 @@ def openai_batch_line(job: Job, item: AudioItem, where: str) -> bytes:
 def openai_error_line(job: Job, failed: ItemRow | RejectedLine) -> bytes:
     """The line of a failed item or of a refused input line."""
     if isinstance(failed, ItemRow):
-        code, message, custom_id = failed.error_code, failed.error_message, failed.id
+        code = failed.error_code
+        message = failed.error_message
+        custom_id = failed.id
     else:
-        code, message, custom_id = failed.code, failed.message, failed.example_id or f"line-{failed.line}"
+        code = failed.code
+        message = failed.message
+        custom_id = failed.example_id or f"line-{failed.line}"
     error = {"code": code.value if code else "not_done", "message": message or "The item has no audio."}
     return _batch_line(job, custom_id, None, error)
 
@@ -174,7 +178,8 @@ def _covering(words: tuple[Word, ...], seconds: float) -> Iterator[Word]:
     for word in (*words, Word("", seconds, seconds)):
         if word.start_s > end:
             yield Word("", end, word.start_s)
-        begin, end = max(end, word.start_s), max(end, min(word.end_s, seconds))
+        begin = max(end, word.start_s)
+        end = max(end, min(word.end_s, seconds))
         if end > begin:
             yield Word(word.text, begin, end)
 

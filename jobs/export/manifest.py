@@ -143,7 +143,8 @@ def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
     """Writes the manifest of a job in bounded memory: `manifest.jsonl`, or the next number if the content has
     changed. If the job has ended, the ledger records that its manifest is written, unless a decision was made
     meanwhile."""
-    mark, job = ledger.begin_manifest(job_id), ledger.job(job_id)
+    mark = ledger.begin_manifest(job_id)
+    job = ledger.job(job_id)
     # A file without a name, so that a killed process leaves none.
     with tempfile.TemporaryFile(prefix="nightjar-manifest-") as file:
         for item in audio_items(ledger, store, job_id):

@@ -220,7 +220,8 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[Loaded
             return item, [*item.codes.codes], item.artifact.bytes
         return item, {"bytes": data, "path": f"{item.name}.{item.extension}"}, len(data)
 
-    column, rows = pyarrow.field("codes", arrow_type(_CODES)), _FOLDER_GROUP_ROWS
+    column = pyarrow.field("codes", arrow_type(_CODES))
+    rows = _FOLDER_GROUP_ROWS
     if job.spec.main_kind == "audio":
         sound = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
         column, rows = pyarrow.field("audio", sound), GROUP_ROWS
@@ -248,7 +249,8 @@ def write_audiofolder(part: Part, files: PartFiles, job: Job, items: Iterator[Lo
             files.add(f"{folder}/{name}", data)
             yield item, name, 0
 
-    table, column = files.open(f"{folder}/metadata.parquet"), pyarrow.field("file_name", pyarrow.string())
+    table = files.open(f"{folder}/metadata.parquet")
+    column = pyarrow.field("file_name", pyarrow.string())
     _write_table(table, column, cells(), _FOLDER_GROUP_ROWS, compression="zstd")
 
 

@@ -168,7 +168,8 @@ class Database:
         and is raised unchanged."""
         disconnected = False
         if isinstance(error, exc.DBAPIError):
-            disconnected, error = error.connection_invalidated, error.orig or error
+            disconnected = error.connection_invalidated
+            error = error.orig or error
         # COPY uses psycopg directly, so SQLAlchemy does not wrap its errors.
         elif type(error).__module__.partition(".")[0] not in {"psycopg", "sqlite3"}:
             return None

@@ -89,7 +89,9 @@ def decide(
     Raises `NotFoundError` with the unknown ids, and `ServiceError` with `ledger.state` for an item that has not ended,
     has other audio, or is to be accepted without audio of its whole text; nothing is written then.
     """
-    known, job, wanted = lock_known_job(sql, job_id), read_job(sql, job_id), list(dict.fromkeys(ids))
+    known = lock_known_job(sql, job_id)
+    job = read_job(sql, job_id)
+    wanted = list(dict.fromkeys(ids))
     if known.state_reason == BEING_DELETED:
         raise no_such_job(job_id)
     pages = (wanted[at : at + PAGE_ROWS] for at in range(0, len(wanted), PAGE_ROWS))
@@ -120,7 +122,8 @@ def decide(
     _move(sql, job, known.no, moved, decision.accepted)
     add_scores(sql, known.no, draws_of(sql, job_id, moved))
     sql.change(_ADD, **values, person=clean(decision.person), reason=clean(decision.reason))
-    state, count = known.state, len(moved) if decision.accepted else -len(moved)
+    state = known.state
+    count = len(moved) if decision.accepted else -len(moved)
     if state in (JobState.COMPLETED, JobState.COMPLETED_WITH_ERRORS):
         state = final_state(ended_items(sql, job_id)[1], known.rejected_lines)
     update_job(sql, job_id, _CHANGE, state=state, count=count)

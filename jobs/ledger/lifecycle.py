@@ -365,7 +365,8 @@ def spent_budget(sql: Transaction, job: Row) -> str | None:
         return None
     done, failed = ended_items(sql, job.id)
     pending = max(0, job.total_items - done - failed)
-    done, failed = max(0, done - job.budget_from_done), max(0, failed - job.budget_from_failed)
+    done = max(0, done - job.budget_from_done)
+    failed = max(0, failed - job.budget_from_failed)
     if not over_budget(job.error_budget, done, failed, pending):
         return None
     return f"error budget: {failed} of {done + failed} items failed, more than {job.error_budget:.1%}"

@@ -373,10 +373,14 @@ def matching_page(
     dialogues = dialogues and job.speaks_turns
     if dialogues or conditions:
         source = _Source(sql, job, where, "other")
-        first, tables, true = "items", "items", _matches(source, where, dialogues=dialogues) + conditions
+        first = "items"
+        tables = "items"
+        true = _matches(source, where, dialogues=dialogues) + conditions
     else:
         source = _Source(sql, job, where)
-        first, tables, true = source.first, source.tables, source.sql(where.condition)
+        first = source.first
+        tables = source.tables
+        true = source.sql(where.condition)
     statement = f"""
     SELECT {first}.idx FROM {tables} WHERE {first}.job_no = {NUMBER} AND {first}.idx > :after AND {true}
     ORDER BY {first}.idx LIMIT :limit

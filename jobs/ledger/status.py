@@ -333,7 +333,8 @@ def measured_items(sql: Transaction, job: Job, checks: Quality | None = None) ->
 
 def statuses_of(sql: Transaction, found: Sequence[Job]) -> list[JobStatus]:
     """The statuses of jobs, without outages and workers."""
-    now, busy = sql.now, busy_spans(sql, [job.id for job in found])
+    now = sql.now
+    busy = busy_spans(sql, [job.id for job in found])
     shards = {job.id: [] for job in found}
     for row in sql.rows(_SHARDS, jobs=list(shards)):
         shards[row.job_id].append(row)

@@ -77,9 +77,11 @@ def histogram(key: str, title: str, unit: str, values: Sequence[float]) -> Chart
         return None
     low, high = known[0], known[-1]
     if high - low < 1e-9 * max(1.0, abs(high)):
-        low, high = low - max(0.5, abs(low) * 0.1), high + max(0.5, abs(high) * 0.1)
+        low -= max(0.5, abs(low) * 0.1)
+        high += max(0.5, abs(high) * 0.1)
     step = round_step((high - low) / min(MAX_BARS, max(6, round(math.sqrt(len(known))))))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     edges = [at * step for at in range(first, max(last, first + 1) + 1)]
     counts = np.histogram(np.clip(known, edges[0], edges[-1]), edges)[0].tolist()
     median = statistics.median(known)
@@ -155,7 +157,9 @@ def timeline(leases: Iterable[Attempt], busy: Sequence[tuple[float, float]]) -> 
     edges = np.append(np.arange(0.0, seconds * (1 - 1e-9), step), seconds)
     # The ledger's time of each edge.
     times = np.interp(edges, np.repeat(work, 2)[1:-1], np.ravel(busy))
-    items, audio, count = np.zeros(len(edges) - 1), np.zeros(len(edges) - 1), 0
+    items = np.zeros(len(edges) - 1)
+    audio = np.zeros(len(edges) - 1)
+    count = 0
     for lease in leases:
         count += 1
         # The share of the lease before each edge. A lease of length zero counts in the step that contains it.

@@ -95,7 +95,8 @@ class Sample(NamedTuple):
         outliers of a score."""
         for item in self.failed:
             code = item.row.error_code
-            item.badness, item.reason = math.inf, code.value if code else "unknown reason"
+            item.badness = math.inf
+            item.reason = code.value if code else "unknown reason"
         for name, values in self.scores().items():
             median = statistics.median(values)
             # If more than half of the values are equal, this is 0, and every other value would be an outlier.
@@ -112,7 +113,8 @@ class Sample(NamedTuple):
                     item.reason = f"{name} {item.values[name]:.3g}, median {median:.3g}"
         for item in self.done:
             if item.refused:
-                item.badness, item.reason = 1e9 + item.badness, f"failed checks: {', '.join(item.refused)}"
+                item.badness = 1e9 + item.badness
+                item.reason = f"failed checks: {', '.join(item.refused)}"
 
     def choose(self, shown: int) -> list[SampleItem]:
         """Chooses failed items, then the worst ones, then others, spread evenly over the job."""
@@ -134,7 +136,8 @@ def take_sample(
     rows = list(_failed_rows(ledger, job, list(codes), max(1, int(shown * _FAILED_SHARE))))
     quarantined = ledger.artifacts_of(job.id, QUARANTINE, [row.index for row in rows])
     failed = [SampleItem(row, quarantined.get(row.index)) for row in rows]
-    whole, size = job.total_items <= MAX_MEASURED, MAX_MEASURED // BLOCKS
+    whole = job.total_items <= MAX_MEASURED
+    size = MAX_MEASURED // BLOCKS
     firsts = [(job.total_items - size) * block // (BLOCKS - 1) for block in range(BLOCKS)]
     blocks = (ledger.items(job.id, after=first - 1, limit=size) for first in firsts)
     measured = ledger.items(job.id) if whole else chain.from_iterable(blocks)
@@ -145,10 +148,14 @@ def take_sample(
         draws[row.index].append(row.draw)
     lines = ShardLines(ledger, store, job.id)
     for item in both:
-        known, seed = item_metadata(job, lines.of(item.row)), None
-        item.text, item.role, item.voice = known.text, known.role, known.voice or ""
+        known = item_metadata(job, lines.of(item.row))
+        seed = None
+        item.text = known.text
+        item.role = known.role
+        item.voice = known.voice or ""
         if (artifact := item.artifact) is not None:
-            item.seconds, seed = artifact.samples / artifact.sample_rate, artifact.seed
+            item.seconds = artifact.samples / artifact.sample_rate
+            seed = artifact.seed
         item.draws = draws[item.row.index]
         # The draw whose audio is shown, kept or in quarantine, else the last draw.
         own = [draw for draw in item.draws if draw.kept or draw.seed == seed] or item.draws[-1:]

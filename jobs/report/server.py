@@ -40,14 +40,19 @@ class ReportServer(ThreadingHTTPServer):
     def __init__(self, found: FoundJob, **report: Any) -> None:
         """`report`: options of `write_report`."""
         super().__init__((ADDRESS, 0), _Handler)
-        self.ledger, self.store, self.job_id, self.report = found.ledger, found.store, found.id, report
+        self.ledger = found.ledger
+        self.store = found.store
+        self.job_id = found.id
+        self.report = report
         self.key = secrets.token_urlsafe(32)
         self.origin = f"http://{ADDRESS}:{self.server_port}"
 
     def answer(self, place: str, sent: bytes) -> bytes:
         """The page, the audio of an item (`audio/INDEX`), or a decision as text after it is recorded (`decisions`).
         Raises `ValueError` and `NightjarError`."""
-        ledger, job_id, made = self.ledger, self.job_id, io.BytesIO()
+        ledger = self.ledger
+        job_id = self.job_id
+        made = io.BytesIO()
         if not place:
             write_report(
                 ledger,
@@ -82,17 +87,22 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
-        server, headers, posts = self.server, self.headers, self.command == "POST"
+        server = self.server
+        headers = self.headers
+        posts = self.command == "POST"
         key, _, place = self.path[1:].partition("/")
         known = secrets.compare_digest(key.encode(), server.key.encode())
         names = [f"http://{name}" for name in headers.get_all("Host", [""])]
         names += headers.get_all("Origin", [""]) if posts else []
-        status, kind, body = 403, "text/plain", b"This address is of no report."
+        status = 403
+        kind = "text/plain"
+        body = b"This address is of no report."
         if known and {*names} == {server.origin}:
             try:
                 size = min(abs(int(headers["Content-Length"])), MAX_BYTES) if posts else 0
                 body = server.answer(place, self.rfile.read(size))
-                status, kind = 200, "application/octet-stream" if place else "text/html"
+                status = 200
+                kind = "application/octet-stream" if place else "text/html"
             except (NightjarError, ValueError, TypeError) as error:
                 status, body = 409, str(error).encode()
         about = {"Cache-Control": "no-store", "Content-Type": kind, "Content-Length": str(len(body))}

@@ -146,7 +146,9 @@ class ObjectStore:
         try:
             self.put(key, first)
             again = self.put(key, b"must not be kept")
-            content, part, info = self.get(key), self.get_range(key, 2, 5), self.head(key)
+            content = self.get(key)
+            part = self.get_range(key, 2, 5)
+            info = self.head(key)
         finally:
             self.delete(key)
         if again.created or content != first:
@@ -158,7 +160,8 @@ class ObjectStore:
             wrong = "returned other bytes than the requested range"
             advice = "Use a store that supports ranged reads (`Range`), or jobs without --pack."
         elif info is None or info.sha256 != sha256_of(first):
-            wrong, advice = "returned other bytes than were written", "Check the store."
+            wrong = "returned other bytes than were written"
+            advice = "Check the store."
         else:
             return
         raise StoreError(ErrorCode.STORE_CONFLICT, f"The store {self.url} {wrong}.", advice)

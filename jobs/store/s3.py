@@ -87,11 +87,14 @@ def _errors(uri: str, missing: ErrorCode = ErrorCode.STORE_MISSING) -> Generator
     except (ClientError, BotoCoreError, OSError) as error:
         if isinstance(error, ClientError):
             name, status = _answered(error)
-            code, reason = _code_of({name, status}), f"S3 answered {name or status}"
+            code = _code_of({name, status})
+            reason = f"S3 answered {name or status}"
         elif isinstance(error, NoCredentialsError | PartialCredentialsError):
-            code, reason = ErrorCode.STORE_FORBIDDEN, "No S3 credentials are set"
+            code = ErrorCode.STORE_FORBIDDEN
+            reason = "No S3 credentials are set"
         else:
-            code, reason = ErrorCode.STORE_UNREACHABLE, f"S3 could not be reached ({type(error).__name__})"
+            code = ErrorCode.STORE_UNREACHABLE
+            reason = f"S3 could not be reached ({type(error).__name__})"
         advice = _ADVICE[code]
         code = missing if code is ErrorCode.STORE_MISSING else code
         raise StoreError(code, f"{reason} for {uri[:300]}.", advice) from error
@@ -178,7 +181,8 @@ class S3Store(ObjectStore):
         pages = iter(paginator.paginate(Bucket=self.bucket, Prefix=self.prefix + prefix))
         while (page := self._call(prefix, lambda: next(pages, None))) is not None:
             for entry in page.get("Contents", []):
-                key, modified_at = entry["Key"][len(self.prefix) :], entry["LastModified"].timestamp()
+                key = entry["Key"][len(self.prefix) :]
+                modified_at = entry["LastModified"].timestamp()
                 yield ObjectInfo(key, int(entry["Size"]), modified_at=modified_at)
 
     def delete(self, key: str) -> None:
