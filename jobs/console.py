@@ -208,7 +208,8 @@ def fail(error: BaseException, *, as_json: bool) -> None:
         code = "internal"
         message = f"An unexpected error: {type(error).__name__}: {error}."
         advice = "This is a bug; SPEECH_DEBUG=1 shows where it happened."
-    message, advice = redact(message), redact(advice)
+    message = redact(message)
+    advice = redact(advice)
     if as_json:
         view = {"schema": "nightjar.error/1", "error": {"code": code, "message": message, "advice": advice}}
         click.echo(msgspec.json.encode(view), err=True)

@@ -107,9 +107,11 @@ def decode_source(
     """Decodes a job, or an export in a folder, with the decoder of a model; None: of the one that made the codes.
     Returns as `decode` does, whose errors it raises."""
     if isinstance(source, Path):
-        spec, items = JobSpec(""), items_of_export(source)
+        spec = JobSpec("")
+        items = items_of_export(source)
     else:
-        spec, items = source[2].spec, items_of_job(*source)
+        spec = source[2].spec
+        items = items_of_job(*source)
     if (first := next(items, None)) is None:
         return 0, 0
     chosen = model or first.about["model"]
@@ -142,7 +144,9 @@ def decode(
         )
     with output(str(claim)) as file:
         file.write(note)
-    codec, done, kept = codec_of(model), 0, 0
+    codec = codec_of(model)
+    done = 0
+    kept = 0
 
     def place(item: CodedItem) -> str:
         """The name of an item's file in the folder."""
@@ -166,7 +170,8 @@ def decode(
         for item, samples in map_ahead(started, items, _AHEAD):
             if isinstance(samples, NightjarError):
                 raise samples
-            path, done = to / place(item), done + 1
+            path = to / place(item)
+            done += 1
             if samples is None:
                 kept += 1
             else:

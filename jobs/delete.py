@@ -50,7 +50,8 @@ def delete_objects(store: ObjectStore, job_id: str) -> tuple[int, int]:
     """Deletes all objects of a job; returns their number and size. Raises `StoreError`."""
     objects = size = 0
     for _ in range(MAX_PASSES):
-        before, found = objects, objects_of(store, job_id)
+        before = objects
+        found = objects_of(store, job_id)
         while page := list(islice(found, OBJECTS_AT_ONCE)):
             store.delete_many([info.key for info in page])
             objects += len(page)

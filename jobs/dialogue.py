@@ -135,7 +135,8 @@ def parse_line(raw: bytes) -> tuple[Dialogue, bytes]:
                 f"The line has an integer of more than {MAX_INTEGER_DIGITS:,} digits.",
                 "Write it as text.",
             ) from None
-    example_id, named = line.example_id, raw
+    example_id = line.example_id
+    named = raw
     if line.id is not UNSET:
         example_id = chosen_id(example_id, decode_line(msgspec.json.decode, bytes(line.id), _SHAPE))
         if line.example_id is UNSET:
@@ -231,7 +232,8 @@ def plain_turn(messages: Sequence[Triple], speak: Speak, max_characters: int) ->
         if modality != "text":
             return None
         places[role].append(place)
-    user, assistant = places["user"], places["assistant"]
+    user = places["user"]
+    assistant = places["assistant"]
     if speak == "all":
         turns = user + assistant
     elif speak == "auto":

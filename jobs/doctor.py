@@ -191,7 +191,9 @@ def inspect_machine() -> Machine:
     devices = count_gpus({})
     if not devices:
         return Machine(0)
-    driver, cuda, names = None, None, ()
+    driver = None
+    cuda = None
+    names = ()
     with suppress(OSError):
         driver = Path("/sys/module/nvidia/version").read_text().strip()
     with suppress(OSError, subprocess.SubprocessError, ValueError):

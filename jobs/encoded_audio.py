@@ -108,7 +108,8 @@ class JoinedSpeech:
 
     def __init__(self, pauses: Sequence[float], spec: JobSpec) -> None:
         """`pauses`: seconds of silence after each part; the last one is not used."""
-        self._pauses, self._spec = [*pauses[:-1], 0.0], spec
+        self._pauses = [*pauses[:-1], 0.0]
+        self._spec = spec
         self._file = SpooledTemporaryFile(_SPOOLED_BYTES, prefix="nightjar-speech-")  # noqa: SIM115
         #: Number of a part -> place and size of its samples in the file, in bytes; their rate; its words and phonemes.
         self._parts: dict[int, tuple[int, int, int, tuple[Sequence[Word], Sequence[Word]]]] = {}
@@ -135,7 +136,8 @@ class JoinedSpeech:
         part."""
         audio_format = cast("AudioFormat", self._spec.format)
         rate = self._parts[0][2]
-        total, whole = 0, (list[Word](), list[Word]())
+        total = 0
+        whole = (list[Word](), list[Word]())
         for number in range(len(self._pauses)):
             _, size, _, said = self._parts[number]
             for joined, words in zip(whole, said, strict=True):

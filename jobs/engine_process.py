@@ -59,7 +59,8 @@ class ModelOpener:
         if self.settings.chosen_engine(self.card) == "vllm" or is_registered(self.model):
             return open_pipeline(self.model, **self.options)
         start = partial(open_engine_process, self.model, settings=self.settings, level=self.level)
-        process, self._spare = self._spare, None
+        process = self._spare
+        self._spare = None
         if process is None:
             process = start(self.options)
         else:

@@ -70,11 +70,13 @@ def seconds_text(seconds: float | None) -> str:
 
 def bytes_text(count: int) -> str:
     """A size for a person, in decimal units."""
-    size, unit = float(count), "B"
+    size = float(count)
+    unit = "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if size < 1000:
             break
-        size, unit = size / 1000, larger
+        size = size / 1000
+        unit = larger
     return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 

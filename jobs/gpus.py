@@ -62,7 +62,8 @@ def list_gpus() -> list[Device]:
     bus_id = whole = ""
     for index, uuid in (listed.groups() for line in lines if (listed := _LISTED.match(line))):
         if index is not None:
-            bus_id, whole = bus_ids.get(uuid, ""), uuid
+            bus_id = bus_ids.get(uuid, "")
+            whole = uuid
         elif found and found[-1].uuid == whole:
             found.pop()
         found.append(Device(uuid if fault or index is None else index, uuid, bus_id, index or uuid))

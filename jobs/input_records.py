@@ -146,7 +146,8 @@ def _kaldi(records: Records) -> Iterator[Record]:
 
     Source: https://kaldi-asr.org/doc/data_prep.html.
     """
-    voice_of, folder = records.voice_of, records.source.folder
+    voice_of = records.voice_of
+    folder = records.source.folder
     needed = {*_beside(records.source), *([SPEAKERS] if voice_of else ())}
     # A database without a name is a temporary file: memory stays bounded for any number of lines.
     with closing(sqlite3.connect("")) as known:
@@ -259,7 +260,8 @@ def supervision_rows(line: bytes) -> Iterator[dict[str, Any]]:
     own = {key: value for key, value in whole.items() if key not in ("supervisions", "tracks")}
     listed = [*cut.supervisions, *(found for track in cut.tracks for found in track.cut.supervisions)]
     if "recording_id" in whole:
-        listed, own = [whole], {}
+        listed = [whole]
+        own = {}
     if not listed:
         raise bad_line("The cut has no supervisions.", shape)
     for supervision in listed:
@@ -299,7 +301,8 @@ def _arrow(records: Records) -> Iterator[Record]:
         from pyarrow import ipc, parquet
     except ImportError:
         raise missing_library("Reading Parquet", "pyarrow", "export") from None
-    source, left_out = records.source, records.left_out
+    source = records.source
+    left_out = records.left_out
 
     def opened(file: BinaryIO) -> ipc.RecordBatchStreamReader:
         # Mapped, because a batch with audio may not fit into memory.
@@ -321,7 +324,8 @@ def _arrow(records: Records) -> Iterator[Record]:
             schema = table.schema_arrow
             read = partial(table.iter_batches, ROWS, use_threads=False)
         else:
-            schema, read = opened(source.file).schema, checked
+            schema = opened(source.file).schema
+            read = checked
         left_out.update(bytes_columns(schema))
         columns = Columns(schema.names, records.chosen, source.uri, records.voice_of, left_out)
         for number, cell in enumerate(cells_of(read(columns=columns.names)), 1):

@@ -183,7 +183,8 @@ def put_numbered(
 
     `data` may be an open file, positioned at its start and larger than memory.
     """
-    number, target = 1, key
+    number = 1
+    target = key
     sha256 = "" if isinstance(data, bytes) else sha256_of(data)
     while True:
         if not isinstance(data, bytes):

@@ -55,7 +55,8 @@ def run_locally(
     """
     engine = settings.chosen_engine(spec.card)
     with full_disk_explained(settings.home), EmbeddedHome(settings, devices) as embedded:
-        stop.kill, ledger = embedded.kill, embedded.ledger
+        stop.kill = embedded.kill
+        ledger = embedded.ledger
         store = open_store(settings.effective_store_url, settings.s3)
         _explain_settings(settings, store, progress)
         if engine == "native":
@@ -203,7 +204,8 @@ def _results(
 ) -> dict[str, str | None]:
     """The places of the job's audio, texts and manifest. Waits for the store, so that an ended job always has its
     manifest."""
-    job_id, reported = status.job.id, False
+    job_id = status.job.id
+    reported = False
     while True:
         try:
             made: dict[str, str | None] = {}

@@ -74,7 +74,8 @@ class Progress:
     manager. `only_notes`: without bar and lines."""
 
     def __init__(self, *, quiet: bool, only_notes: bool = False) -> None:
-        self._quiet, self._only_notes = quiet, only_notes
+        self._quiet = quiet
+        self._only_notes = only_notes
         self._note = ""
         self._next_line = 0.0
         self._rate = RecentRate()
@@ -111,7 +112,8 @@ class Progress:
         self._show("reading", percent, 100, facts, f"{facts}, {percent} % of the input")
 
     def update(self, status: JobStatus) -> None:
-        items, facts = status.items, self._rate.facts(status)
+        items = status.items
+        facts = self._rate.facts(status)
         line = f"{items.ended} of {items.total} items{facts}"
         self._show(status.job.state.value, items.ended, items.total, facts.removeprefix(", "), line)
 

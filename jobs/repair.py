@@ -89,7 +89,8 @@ def reproduce(
             data, _ = again.encoded(again.start(row, artifact), artifact)
             match, ratio = _compared(artifact, store, data)
         except NightjarError as error:
-            match, reason = "failed", str(error)
+            match = "failed"
+            reason = str(error)
         yield ReproducedItem(row.index, row.example_id, match, ratio, reason)
 
 
@@ -127,7 +128,8 @@ class _Resynthesis:
     def start(self, row: ItemRow, artifact: Artifact) -> Started:
         """Starts the synthesis of an artifact with the same requests as the worker, and finishes the one of an
         item that is spoken in parts. Raises `InputError` for missing reference audio, and `StoreError`."""
-        line, job = shard_line(self.lines.of(row)), self.job
+        line = shard_line(self.lines.of(row))
+        job = self.job
         request_id = f"verify/{artifact.kind}/{job.id}/{line.index}"
         generation = line.generation_over(job.spec.generation)
         load = partial(load_reference, self.store, job.id)
@@ -209,7 +211,8 @@ class _Resynthesis:
         if isinstance(started, JoinedSpeech):
             audio, words = started.encoded()
             return (words, {}) if artifact.kind == WORDS else (audio.data.read(), audio.facts)
-        spec, kind = self.job.spec, artifact.kind
+        spec = self.job.spec
+        kind = artifact.kind
         codec = codec_of(spec.model) if spec.output else None
         for made, content, facts in stored_files(self.speech(started), spec, codec):
             if made == (spec.main_kind if kind == QUARANTINE else kind):

@@ -519,7 +519,8 @@ def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigE
         (name for name in origins if f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.")), ""
     )
     if first["type"] == "extra_forbidden":
-        key, origin = given or key, origins.get(given, "")
+        key = given or key
+        origin = origins.get(given, "")
         near = nearest(key, setting_keys(key), variable_of if origin in _VARIABLES else str)
         return invalid(f"There is no setting {key}{_set_in(key, origin)}.", f"{near}{_LISTED}")
     where = _set_in(key, origins.get(given, ""))

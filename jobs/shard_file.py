@@ -139,7 +139,8 @@ _decode_raw = msgspec.json.Decoder(RawLine).decode
 def encode_lines(first: int, line: GoodLine) -> list[bytes]:
     """The items of a dialogue as lines of a shard, with newlines: one per turn, or one for the whole
     dialogue. Their indexes begin with `first`."""
-    number, raw = line.line, line.raw
+    number = line.line
+    raw = line.raw
     keys = b',"references":%b' % msgspec.json.encode(line.references) if line.references else b""
     if line.turns is None:
         return [b'{"index":%d,"line":%d,"dialogue":%b%b}\n' % (first, number, raw, keys)]

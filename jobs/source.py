@@ -178,7 +178,8 @@ def batches_of(
         if len(batch) == max_lines or size >= max_bytes:
             yield LineBatch(after_line + 1, batch)
             after_line += len(batch)
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield LineBatch(after_line + 1, batch)
 
@@ -248,11 +249,14 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source]
     that cannot be read twice is first copied to a temporary file. Raises `input.unreadable`, or `StoreError`
     if S3 cannot be reached."""
     path = Path(address).absolute()
-    uri, folder, is_file = str(path), path.parent, False
+    uri = str(path)
+    folder = path.parent
+    is_file = False
     with ExitStack() as opened:
         with input_errors(address):
             if is_remote(address) or address == "-":
-                uri, folder = address, Path.cwd()
+                uri = address
+                folder = Path.cwd()
                 files = [
                     sys.stdin.buffer if address == "-" else opened.enter_context(open_s3_object(address, s3))
                 ]
@@ -368,7 +372,8 @@ def format_of(source: Source, asked: AskedFormat) -> InputFormat:
     """
     if asked in ("dialogues", "openai-batch"):
         return asked
-    head, uri = source.head(), source.uri
+    head = source.head()
+    uri = source.uri
     looks = _looks_like(head)
     if not {looks, asked} & {*_BINARY}:
         _check_lines(uri, head)

@@ -95,7 +95,8 @@ class ResolvedSpec:
         """
         found = format_of(source, self.input_format)
         _check_format(found, self.spec)
-        spec, chosen = self.spec, self.spec.reading or ALL
+        spec = self.spec
+        chosen = self.spec.reading or ALL
         by_speaker = chosen.voices is not None or (spec.pool and spec.pool.by_speaker)
         if found == "kaldi" and by_speaker:
             chosen = replace(chosen, speakers_sha256=speakers_sha256(source))
@@ -173,7 +174,8 @@ def _check_format(format: AskedFormat, spec: JobSpec) -> None:
             "An OpenAI batch has only user turns; there is no assistant turn to speak.",
             "Leave `speak` out: the `input` is spoken.",
         )
-    chosen, tables = spec.reading or ALL, ("auto", *TABLES)
+    chosen = spec.reading or ALL
+    tables = ("auto", *TABLES)
     if chosen.columns and format not in tables:
         raise invalid("This input is not a table, and has no columns.", "Leave --column out.")
     if (chosen.voices or (spec.pool and spec.pool.by_speaker)) and format not in (*tables, "kaldi"):
@@ -338,7 +340,8 @@ class LineChecker:
     def __init__(self, voices: JobVoices, spec: JobSpec, id_key: str = "example_id") -> None:
         """`voices`: the voices that lines may name, with the stored ones. `id_key`: the name of the example's id in
         the input. Raises `InputError` if the model does not support the defaults of the spec."""
-        card, defaults = voices.card, spec.generation
+        card = voices.card
+        defaults = spec.generation
         self._able = self._capabilities = card.capabilities
         # A text that is too long is spoken in parts, whose audio is joined.
         self._makes_codes = bool(spec.output)

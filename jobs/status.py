@@ -68,7 +68,8 @@ def eta_error_seconds(status: JobStatus) -> float | None:
     for n - 1 degrees of freedom (the prediction interval of a mean: Hahn, 1969). It covers differences
     between shards, not changes in the number of workers.
     """
-    eta, spread = eta_seconds(status), status.spread
+    eta = eta_seconds(status)
+    spread = status.spread
     if status.job.state.final or eta is None or spread.shards < MIN_SHARDS or spread.item_ms <= 0:
         return None
     to_go = sum(
@@ -130,7 +131,8 @@ def status_lines(
 ) -> Iterator[str]:
     """Yields a job's status in a few lines of text; `waits`: the message if no worker is live; `bold` marks the
     state."""
-    job, items = state.job, state.items
+    job = state.job
+    items = state.items
     reason = f" ({printable(job.state_reason)})" if job.state_reason else ""
     named = f"  {printable(job.name)}" if job.name else ""
     yield f"{job.id}  {bold(job.state.value)}{reason}{named}"

@@ -100,7 +100,8 @@ class JobVoices:
         """Adds the stored voices with these names; other names are ignored."""
         if self.folder is None or not self.can_clone:
             return self
-        frozen, unusable = dict(self.frozen), dict(self.unusable)
+        frozen = dict(self.frozen)
+        unusable = dict(self.unusable)
         for name in sorted(
             {name for name in wanted if name and not self._is_own(name)} - frozen.keys() - unusable.keys()
         ):
@@ -226,7 +227,8 @@ def item_request(
     """The request of an item, with its stored voice, if it has one; `load` reads the recordings of users and
     of that voice by their keys in the store. Audio of other roles is not used. `words`: those of the job's
     lexicon that have phonemes."""
-    messages, voices = line.messages, job.spec.stored_voices
+    messages = line.messages
+    voices = job.spec.stored_voices
     if voices and line.role is not None:
         own = line.generation.voice
         prefix = references_prefix(job.id)

@@ -151,7 +151,8 @@ def _condition(node: ast.expr, *, negated: bool) -> Condition:
     found: list[Condition] = []
     for left, operation, right in zip(operands, node.ops, operands[1:], strict=False):
         operator = _OPERATORS.get(type(operation), "")
-        name, number = _name(left), _number(right)
+        name = _name(left)
+        number = _number(right)
         if name is None:
             name = _name(right)
             number = _number(left)

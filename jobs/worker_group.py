@@ -250,7 +250,8 @@ class WorkerGroup:
             )
 
     def _ended(self, member: Member, child: Child[WorkerReport], now: float) -> None:
-        member.child, member.status = None, child.process.returncode
+        member.child = None
+        member.status = child.process.returncode
         child.channel.close()
         # The worker's child processes may still hold GPU memory.
         signal_group(child.process, signal.SIGKILL)

@@ -48,7 +48,8 @@ def written_input(
     folder = state_folder / INPUTS
     for place in (state_folder, folder):
         own_path(place / "input")
-    digest, left_out = hashlib.sha256(), set[str]()
+    digest = hashlib.sha256()
+    left_out = set[str]()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=".writing-")

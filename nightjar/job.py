@@ -238,7 +238,8 @@ class Job:
         ended: dict[int, int] = {}
 
         def new_rows(shard: ShardEnds) -> Iterator[ItemRow]:
-            first, last = shard.first_index, shard.last_index
+            first = shard.first_index
+            last = shard.last_index
             for row in self._ledger.items(self.id, after=first - 1, limit=last - first + 1):
                 if row.index <= last and row.state in _ENDED and not given[row.index]:
                     given[row.index] = True
@@ -431,7 +432,8 @@ class Job:
         for page in pages(rows):
             kept = self._ledger.kept_draws(self.id, [row.index for row in page])
             for row in page:
-                audio, draw = row.artifact, kept.get(row.index)
+                audio = row.artifact
+                draw = kept.get(row.index)
                 yield Item(
                     id=row.id,
                     example_id=row.example_id,

@@ -153,7 +153,8 @@ class Demand:
                 self._items_per_second = max(
                     (answered - self._answered_then) / seconds, self._items_per_second * _DECAY
                 )
-                self._answered_then, self._measured_at = answered, now
+                self._answered_then = answered
+                self._measured_at = now
             return self._items_per_second
 
 

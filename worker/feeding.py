@@ -47,7 +47,8 @@ class RequestBuilder:
         Raises `InputError` for missing reference audio, and `StoreError` for an error that is not retryable.
         """
         lease = self.held.lease
-        job, spec = lease.job, lease.job.spec
+        job = lease.job
+        spec = lease.job.spec
         if line.generation is not NO_GENERATION:
             generation = line.generation_over(spec.generation)
         else:

@@ -69,7 +69,8 @@ def sweep(
             store = store_for(job.store_url)
             store.confirm(job.store_identity)
             for more, their_size in _swept(ledger, store, job, before, delete):
-                found, size = found + more, size + their_size
+                found += more
+                size += their_size
         except NightjarError as error:
             if error.code is ErrorCode.LEDGER_UNREACHABLE:
                 raise

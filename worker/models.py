@@ -52,7 +52,8 @@ class Preload:
 
         Raises the errors of `open_model`.
         """
-        opened, self._opened = self._opened, None
+        opened = self._opened
+        self._opened = None
         if opened is not None and not _serves(*self._wanted, model, decodes):
             # The device may not have memory for both.
             wait([opened])
@@ -146,7 +147,8 @@ class PipelineCache:
         """Closes the pipeline. Idempotent."""
         with self._changed:
             self._closed = True
-            loaded, self._loaded = self._loaded, None
+            loaded = self._loaded
+            self._loaded = None
             self._changed.notify_all()
         if loaded is not None:
             loaded.pipeline.close()

@@ -163,7 +163,8 @@ class ResultWriter:
         job = shard.held.lease.job
         index = draw.line.index
         seed = draw.request.seed
-        quality, history = job.spec.quality, draw.history
+        quality = job.spec.quality
+        history = draw.history
         text_only = (
             isinstance(made, Speech) and made.text_out is not None and made.meta.get("mode") == "text_only"
         )
@@ -176,7 +177,8 @@ class ResultWriter:
                 check_speech(made)
             return _stored(shard, draw, Done(index, (), draw.spent_ms), made, seed, draw.number)
         elif measured is not None:
-            before, readings = measured[0], measured[1].result()
+            before = measured[0]
+            readings = measured[1].result()
             aligned = readings.get(ALIGNER)
             if job.spec.timestamps is True and not made.words and isinstance(aligned, Reading):
                 made = replace(made, words=aligned.words)
@@ -192,7 +194,8 @@ class ResultWriter:
         after = history.after(checked, draw.engine_ms)
         if draw.number < draw.last and not history.ended_by(checked, draw.sampled):
             return after
-        best, draws = cast(CheckedDraw, after.best), after.draws
+        best = cast(CheckedDraw, after.best)
+        draws = after.draws
         if quality.on_fail == "keep" and best.record.scores:
             draws = [msgspec.structs.replace(one, kept=one.draw == best.record.draw) for one in draws]
             outcome = Done(index, (), draw.spent_ms, tuple(draws))
@@ -205,7 +208,9 @@ class ResultWriter:
     def _checked(self, shard: ShardRun, draw: ItemDraw, made: Speech, quality: Quality) -> CheckedDraw | None:
         """The verdict of the checks that need no model; None if the draw passed them and meters measure it next, after
         which `work` is called with their readings."""
-        job, request, line = shard.held.lease.job, draw.request, draw.line
+        job = shard.held.lease.job
+        request = draw.request
+        line = draw.line
         speech = trim_silence(made, quality.trim_keep_ms) if quality.trim else made
         text = speech.text_out or speech.text or spoken_text(request.messages)
         generation = request.generation
@@ -297,7 +302,8 @@ class LongItem:
         """`first`: number of the first draw; `seed`: the item's seed for a draw, from which those of the parts
         derive."""
         self.parts = parts
-        self._first, self._seed = first, seed
+        self._first = first
+        self._seed = seed
         #: Total time of its draws in the engine.
         self.engine_ms = 0
         self._speech = JoinedSpeech([part.pause for part in parts], spec)

@@ -86,7 +86,9 @@ class Runtime:
         are none.
         """
         self.settings = settings
-        self._model, self._private, self._preload = model, private, preload
+        self._model = model
+        self._private = private
+        self._preload = preload
         self._clock = clock or time
         #: Job -> time at which this worker refused it.
         self._refused_at: dict[str, float] = {}

@@ -139,7 +139,8 @@ class WriterProcesses:
         """Ends the processes. Idempotent."""
         with self._lock:
             self._closed = True
-            processes, self.processes = self.processes, []
+            processes = self.processes
+            self.processes = []
         for one in processes:
             one.close(_KILL_SECONDS)
 

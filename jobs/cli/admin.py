@@ -223,7 +223,8 @@ def workers(include_ended: bool, home: str | None, output: Output) -> None:
 
 
 def _row(worker: WorkerStatus) -> Sequence[object]:
-    recent, doing = worker.recent, ""
+    recent = worker.recent
+    doing = ""
     if held := worker.held:
         first = held[0]
         more = f" +{len(held) - 1}" if len(held) > 1 else ""

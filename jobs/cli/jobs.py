@@ -156,7 +156,8 @@ def list(  # noqa: A001 - the name of the command
 
 
 def _row(status: JobStatus, settings: Settings) -> tuple[object, ...]:
-    job, items = status.job, status.items
+    job = status.job
+    items = status.items
     counts = (job.id, job.state, items.total, items.done, items.failed)
     about = (job.spec.model, utc(job.created_at), job.name, labels_text(job.labels))
     return (*counts, *about, str(settings.home))
@@ -232,7 +233,8 @@ def watch(found: FoundJob, output: Output) -> int:
     Examples:
       nightjar watch JOB
     """
-    last, price = None, found.settings.price_per_gpu_hour
+    last = None
+    price = found.settings.price_per_gpu_hour
 
     def read() -> JobStatus:
         nonlocal last
@@ -338,7 +340,8 @@ def items(
     if not output.as_json:
         click.echo(click.style("INDEX\tLINE\tSTATE\tSECONDS\tEXAMPLE\tKEY OR ERROR", bold=True))
     for item in found.ledger.items(found.id, state=state, codes=codes, after=after, limit=limit, where=where):
-        line, audio = lines.number_of(item), item.artifact
+        line = lines.number_of(item)
+        audio = item.artifact
         seconds = audio and f"{audio.duration_ms / 1000:.2f}"
         result = audio.key if audio else item.error_code
         cells = (item.index, line, item.state, seconds, item.id, result, item.decision)
@@ -379,7 +382,8 @@ def errors(
             if codes is None or code in codes:
                 output.row((count, code), "nightjar.error_count/1", job=found.id, code=code, count=count)
         return
-    lines, ledger = _lines(found), found.ledger
+    lines = _lines(found)
+    ledger = found.ledger
     refused = (line for line in ledger.rejected_lines(found.id) if codes is None or line.code in codes)
     shown = False
     for failed in islice(chain(refused, ledger.broken_items(found.id, codes)), limit):
@@ -535,7 +539,8 @@ def delete(found: FoundJob, output: Output, dry_run: bool, yes: bool) -> int:
     from jobs.delete import delete_job, measure_job
     from jobs.ledger.control import check_deletable
 
-    job, store = found.job, found.store
+    job = found.job
+    store = found.store
     if not dry_run:
         check_deletable(job.id, job.state)
         if not yes and not _confirmed(found.ledger.status(job.id)):

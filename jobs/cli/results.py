@@ -144,7 +144,8 @@ def export(
     from jobs.export import StoredJob, export_jobs, hub, parsed_options
 
     filtered = None if where is None else str(where)
-    settings, ids = found[0].settings, [one.id for one in found]
+    settings = found[0].settings
+    ids = [one.id for one in found]
     # With `--to -` the data goes to stdout, so the summary must not.
     output = Output(as_json=output.as_json and (to != "-" or push is not None), quiet=output.quiet)
     if push is not None:
@@ -399,7 +400,9 @@ def verify(found: FoundJob, output: Output, sample: int, deep: bool, repair: boo
     from jobs.repair import repair_objects, reproduce
     from jobs.verify import ObjectCheck
 
-    ledger, store, job = found.ledger, found.store, found.job
+    ledger = found.ledger
+    store = found.store
+    job = found.job
     check = ObjectCheck(ledger, store, job, deep=deep)
     lost: list[Expected] = []
     for expected, fault in check:
@@ -412,7 +415,8 @@ def verify(found: FoundJob, output: Output, sample: int, deep: bool, repair: boo
             example_id=expected.example_id,
             fault=fault,
         )
-    repairs, matches = Counter[str](), Counter[str]()
+    repairs = Counter[str]()
+    matches = Counter[str]()
     if sample or (repair and lost):
         with reopened_model(store, job, output.note) as pipeline:
             if repair:

@@ -208,7 +208,8 @@ def augment(source: Path, to: str, *, s3: S3Settings | None = None, **given: Any
     for name in (file["name"] for file in msgspec.json.decode(made).get("files", ())):
         if name.endswith((".tar", "/metadata.parquet")) and not (source / name).is_file():
             raise invalid(f"The export {str(source)!r} has lost {name!r}.", "Export it again.")
-    new, old = Path(to).absolute(), source.absolute()
+    new = Path(to).absolute()
+    old = source.absolute()
     if new in (old, *old.parents) or old in new.parents:
         raise invalid(
             "The export and the new dataset cannot be in one folder.", "Give another one with --to."

@@ -31,7 +31,8 @@ class Hours:
     """Sums milliseconds of audio by name. Any number of names is possible: they are sorted on disk."""
 
     def __init__(self) -> None:
-        self._sums, self._lines = Counter[str](), SortedLines()
+        self._sums = Counter[str]()
+        self._lines = SortedLines()
         #: Number of names, known once `longest` was called.
         self.names = 0
 
@@ -61,9 +62,11 @@ class CardFacts:
     """What a card says about the items of a dataset."""
 
     def __init__(self) -> None:
-        self.voices, self.languages = Hours(), Hours()
+        self.voices = Hours()
+        self.languages = Hours()
         #: Milliseconds of audio by job, and by format and sample rate.
-        self.jobs, self.audio = Counter[str](), Counter[str]()
+        self.jobs = Counter[str]()
+        self.audio = Counter[str]()
         #: (hash of the id, id, voice, seconds, text) of the items with the lowest hashes.
         self.samples: list[tuple[bytes, str, str, float, str]] = []
 

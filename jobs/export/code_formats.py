@@ -143,7 +143,9 @@ def write_espnet_codes(
     """Writes the files of one split for ESPnet's task `tts`."""
     import numpy as np
 
-    folder, count, codec = part.split, 0, None
+    folder = part.split
+    count = 0
+    codec = None
     about = files.open(f"{folder}/data.json")
     about.write(b'{"task":"tts","examples":[')
     texts, speakers, index, archive = (
@@ -163,7 +165,8 @@ def write_espnet_codes(
         index.write(f"{utterance} {place}\n".encode())
         row = (codes.codes + np.cumsum([0, *codec.codebook_sizes[:-1]])).reshape(-1)
         vector = np.empty(len(row), [("size", "i1"), ("value", "<i4")])
-        vector["size"], vector["value"] = 4, row
+        vector["size"] = 4
+        vector["value"] = row
         archive.write(b"\0B\4" + len(row).to_bytes(4, "little") + vector.tobytes())
     sizes = codec.codebook_sizes if codec else ()
     names = [f"<codec_layer{layer}_code{code}>" for layer, size in enumerate(sizes) for code in range(size)]

@@ -105,7 +105,9 @@ class Sounds(NamedTuple):
     def placed(self, items: Iterable[AudioItem]) -> Iterator[AudioItem]:
         """Yields the turns with their places in the sounds, from whose start the times of words then count."""
         for _, dialogue in groupby(items, lambda item: item.example_id):
-            ends, first, name = dict.fromkeys(ROLES, 0), 0, ""
+            ends = dict.fromkeys(ROLES, 0)
+            first = 0
+            name = ""
             for item in dialogue:
                 rate = item.artifact.sample_rate
                 role = item_metadata(item.job, item).role

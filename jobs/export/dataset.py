@@ -403,7 +403,8 @@ class Dataset:
 
         Raises `config.invalid` for a destination with any other export or other files.
         """
-        there, identity = self.destination, self.identity
+        there = self.destination
+        identity = self.identity
         done = there.record(END, Finished)
         old = there.record(PLAN, Identity) if done is None else done.identity
         if old is None:
@@ -473,7 +474,8 @@ class Dataset:
     def _replace(self, old: Identity, listed: list[WrittenFile], replaces: Collection[str]) -> None:
         """Removes an export that this one replaces, or this one itself if files are missing. Raises
         `config.invalid` for any other export, and removes nothing if a file was changed."""
-        there, new = self.destination, self.identity
+        there = self.destination
+        new = self.identity
         continued = msgspec.structs.replace(old, digest=new.digest, version=new.version, running=new.running)
         own = old == new or (old.running and continued == new)
         if not own and not (old.job in replaces and old.format == new.format):

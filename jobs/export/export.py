@@ -166,7 +166,8 @@ def export_jobs(
                 "Leave the splits out.",
             )
         plan = planned.to_folder(to, replaces or (), s3, on_part)
-        items, reasons = plan.items, plan.reasons
+        items = plan.items
+        reasons = plan.reasons
     return ExportReport(format, str(path or to), items, reasons, job_set.duplicates)
 
 
@@ -239,7 +240,8 @@ class _Export(NamedTuple):
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Yields the lines of the file, each with the number of its items."""
-        chosen, jobs = self.format, self.jobs
+        chosen = self.format
+        jobs = self.jobs
         if chosen.failure_line is not None:
             for ledger, _, job in jobs.jobs:
                 for failure in chain(ledger.rejected_lines(job.id), ledger.broken_items(job.id)):
@@ -305,7 +307,8 @@ class _Export(NamedTuple):
                     "Wait until it has ended, then export it to an empty folder or prefix.",
                 )
 
-        items, sounds = self._read(rows()), self.format.sounds
+        items = self._read(rows())
+        sounds = self.format.sounds
         whole = items if sounds is None else sounds.dialogues(items)
         self.format.write(part, files, self.jobs.jobs[0].job, whole)
 

@@ -157,7 +157,8 @@ class SortedLines:
             self._file.seek(0, os.SEEK_END)
             self._file.writelines(sorted(self._lines))
             self._ends.append(self._file.tell())
-            self._lines, self._bytes = [], 0
+            self._lines = []
+            self._bytes = 0
 
     def __iter__(self) -> Iterator[bytes]:
         return heapq.merge(sorted(self._lines), *starmap(self._run, pairwise(self._ends)))

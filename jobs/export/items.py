@@ -189,7 +189,8 @@ def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
         role = cast("SpokenRole", dialogue.messages[index][0])
         text = dialogue.messages[index][2].strip()
         recordings = reference_places(dialogue.messages, index)
-        own, defaults = own.of(role), defaults.of(role)
+        own = own.of(role)
+        defaults = defaults.of(role)
     generation = own.over(defaults)
     voice = generation.voice
     if recordings and own.voice is None and voice in (job.spec.stored_voices or {}):
@@ -335,7 +336,8 @@ def audio_items(
 ) -> Iterator[AudioItem]:
     """Yields the items with audio of a job, or of `rows`, in index order, with the lines of one shard in
     memory at a time. `columns`: those of the dataset, if it is not the job alone."""
-    job, texts = ledger.job(job_id), ArtifactReader(store)
+    job = ledger.job(job_id)
+    texts = ArtifactReader(store)
     lines = ShardLines(ledger, store, job_id)
     columns = columns or columns_of((ledger, job), metadata={})
     for page in pages(exported(ledger.items(job_id) if rows is None else rows)):
@@ -395,7 +397,9 @@ WHOLE = Splits({"train": _HASHES})
 def parse_splits(text: str) -> Splits:
     """Parses a text such as `train=0.98,dev=0.01,test=0.01`. Raises `config.invalid` unless the shares add up
     to exactly 1."""
-    bounds, total, wrong = dict[str, int](), Fraction(0), ""
+    bounds = dict[str, int]()
+    total = Fraction(0)
+    wrong = ""
     for part in text.split(","):
         name, _, share = (piece.strip() for piece in part.partition("="))
         try:
@@ -491,7 +495,8 @@ def make_plan(
     by the rest of it."""
     #: [first index, last index, items, bytes] of each part.
     parts = {name: [] for name in splits.bounds}
-    digest, dialogue = hashlib.sha256(), None
+    digest = hashlib.sha256()
+    dialogue = None
     for row in rows:
         artifact = cast("Artifact", row.artifact)
         digest.update(msgspec.json.encode((row.index, row.example_id, artifact.sha256)))

@@ -121,7 +121,8 @@ class JobSet:
 
     def choose(self) -> None:
         """Fixes which items are exported."""
-        chosen, ids = bytearray(self._starts[-1]), Repeats()
+        chosen = bytearray(self._starts[-1])
+        ids = Repeats()
 
         def noted() -> Iterator[ItemRow]:
             for row in self.rows():
@@ -181,7 +182,8 @@ class JobSet:
     def by_job(self, rows: Iterable[ItemRow]) -> Iterator[tuple[StoredJob, Iterator[AudioItem]]]:
         """Yields the jobs of rows, each with its items."""
         for number, group in groupby(rows, key=lambda row: self._number(row.index)):
-            start, one = self._starts[number], self.jobs[number]
+            start = self._starts[number]
+            one = self.jobs[number]
             own = (_moved(row, -start) for row in group)
             found = audio_items(*one[:2], one.job.id, own, self.columns)
             yield one, (self._in_set(item, start) for item in found) if self.several else found
@@ -202,7 +204,8 @@ class JobSet:
 
     def left_out(self, items: int) -> LeftOut:
         """Counts what a dataset with this number of items leaves out."""
-        jobs, where = self.jobs, self.where
+        jobs = self.jobs
+        where = self.where
         statuses = [ledger.status(job.id) for ledger, _, job in jobs]
         counts = [status.items for status in statuses]
         sounds = self.format.sounds is not None
@@ -263,7 +266,8 @@ class JobSet:
     def _in_set(self, item: AudioItem, start: int) -> AudioItem:
         """An item with its index and its ids in the dataset. An id that looks as if it began with the id of a
         job gets one too, so that no two ids are equal."""
-        index, job = start + item.artifact.index, item.job
+        index = start + item.artifact.index
+        job = item.job
         changes: dict[str, Any] = {"artifact": replace(item.artifact, index=index)}
         renamed = self._chosen is not None and self._chosen[index] == _RENAMED
         if renamed or item.example_id.startswith(self._prefixes):

@@ -205,7 +205,8 @@ def _write_table(
         for item, cell, cell_bytes in chain([first], cells):
             if rows and (len(rows) == group_rows or size + cell_bytes > _GROUP_BYTES):
                 writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
-                rows, size = [], 0
+                rows = []
+                size = 0
             rows.append({column.name: cell, **_row(item)})
             size += cell_bytes
         writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
@@ -224,7 +225,8 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[Loaded
     rows = _FOLDER_GROUP_ROWS
     if job.spec.main_kind == "audio":
         sound = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
-        column, rows = pyarrow.field("audio", sound), GROUP_ROWS
+        column = pyarrow.field("audio", sound)
+        rows = GROUP_ROWS
     _write_table(
         files.open(f"data/{part.split}-{part.number:05d}-of-{part.of:05d}.parquet"),
         column,

@@ -187,7 +187,8 @@ class Ledger(Database):
 
         Raises `ServiceError` with `ledger.state` for a job that is ingesting, cancelled or failed.
         """
-        opened, after = 0, -1
+        opened = 0
+        after = -1
         while after is not None:
             more, after = self.write(control.retry_some, job_id, codes, force, after)
             opened += more

@@ -128,7 +128,8 @@ def _rows_of(sql: Transaction, job: Job, page: list[int], conditions: str = "") 
     """The items with these indexes, which are in order."""
     if not page:
         return []
-    on_page, speaks_turns = set(page), job.speaks_turns
+    on_page = set(page)
+    speaks_turns = job.speaks_turns
     statement = f"SELECT decisions.* {DECISIONS} AND decisions.idx BETWEEN :first AND :last"
     decided = {
         row.idx: record(Decision, row, accepted=bool(row.accepted))

@@ -433,7 +433,8 @@ class WorkerStatus(WorkerInfo):
 def worker_statuses(sql: Transaction, *, include_ended: bool = False) -> list[WorkerStatus]:
     """The workers, the newest first. `include_ended`: also retired ones, and those lost more than a day
     ago."""
-    now, killed = sql.now, was_killed(sql.place)
+    now = sql.now
+    killed = was_killed(sql.place)
     held: dict[str, list[HeldShard]] = {}
     for row in sql.rows(_HELD):
         held.setdefault(row.worker_id, []).append(record(HeldShard, row))

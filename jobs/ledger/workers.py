@@ -228,7 +228,8 @@ def take_ready(sql: Transaction, limit: int, window_factor: int = 2) -> list[Tic
     fleet = _fleet(sql, window_factor)
     tickets: list[Ticket] = []
     # The parts of the window, and of each pinned model's, that this and lower priorities may use.
-    free, remaining = limit + fleet.in_flight, fleet.limits
+    free = limit + fleet.in_flight
+    remaining = fleet.limits
     for _, level in groupby(fleet.jobs, key=lambda job: job.priority):
         jobs = list(level)
         free -= sum(job.shards for job in jobs)

@@ -78,9 +78,11 @@ def write_report(
     cannot be written, `NotFoundError`, `StoreError`, `ServiceError`.
     """
     status, errors = ledger.read(status_and_errors, job_id)
-    job, busy = status.job, ledger.busy_spans([job_id])
+    job = status.job
+    busy = ledger.busy_spans([job_id])
     sample = take_sample(ledger, store, job, items, errors)
-    chosen, scores = sample.choose(items), sample.scores()
+    chosen = sample.choose(items)
+    scores = sample.scores()
     constant = {name: found[0] for name, found in scores.items() if len(found) > 1 and len({*found}) == 1}
     # The first refused lines are enough for an example of each common error.
     refused = [*islice(ledger.rejected_lines(job_id), _EXAMPLE_LINES)]
@@ -114,7 +116,8 @@ def write_report(
 def _rendered(**page: Any) -> Iterable[str]:
     """The page in pieces. Every text is escaped. Styles and script are in the page, and its content security
     policy allows no others."""
-    style, script = _asset("report.css"), _asset("report.js")
+    style = _asset("report.css")
+    script = _asset("report.js")
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
         f"{_SERVED * page['served']}media-src 'self' file: data:; base-uri 'none'; form-action 'none'"

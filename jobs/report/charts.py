@@ -75,7 +75,8 @@ def histogram(key: str, title: str, unit: str, values: Sequence[float]) -> Chart
     known = sorted(filter(math.isfinite, values))
     if not known:
         return None
-    low, high = known[0], known[-1]
+    low = known[0]
+    high = known[-1]
     if high - low < 1e-9 * max(1.0, abs(high)):
         low -= max(0.5, abs(low) * 0.1)
         high += max(0.5, abs(high) * 0.1)

@@ -104,7 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
                 status = 200
                 kind = "application/octet-stream" if place else "text/html"
             except (NightjarError, ValueError, TypeError) as error:
-                status, body = 409, str(error).encode()
+                status = 409
+                body = str(error).encode()
         about = {"Cache-Control": "no-store", "Content-Type": kind, "Content-Length": str(len(body))}
         with suppress(OSError):
             self.send_response(status)

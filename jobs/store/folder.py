@@ -223,7 +223,8 @@ class FolderStore(ObjectStore):
 
     def _write(self, key: str, folder: int, name: str, chunks: Iterable[bytes]) -> ObjectInfo | None:
         """Writes an unnamed file and links it to its name. None: the name exists already."""
-        temporary, digest = "", hashlib.sha256()
+        temporary = ""
+        digest = hashlib.sha256()
         try:
             opened, temporary = self._new_file(folder)
             with os.fdopen(opened, "wb") as file:
