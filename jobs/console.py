@@ -217,8 +217,9 @@ def fail(error: BaseException, *, as_json: bool) -> None:
     label = click.style("Error", fg="red", bold=True)
     # The command has ended, and click's context, which applies NO_COLOR, no longer exists.
     color = False if os.environ.get("NO_COLOR") else None
-    text = f"{label} {code}: {printable(message)}\n{printable(advice)}".rstrip("\n")
-    click.echo(text, err=True, color=color)
+    click.echo(
+        f"{label} {code}: {printable(message)}\n{printable(advice)}".rstrip("\n"), err=True, color=color
+    )
 
 
 class Output(NamedTuple):

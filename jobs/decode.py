@@ -92,8 +92,9 @@ def items_of_export(folder: Path) -> Iterator[CodedItem]:
             if codes is None:
                 raise invalid(f"The export {folder} has no codes.", "Export a job with codes.")
             voice = about["voice_codes"] and np.asarray(about["voice_codes"], np.int16)
-            codec = msgspec.convert(about["codec"], CodecIdentity)
-            stored = StoredCodes(np.asarray(codes, np.int16), voice, codec)
+            stored = StoredCodes(
+                np.asarray(codes, np.int16), voice, msgspec.convert(about["codec"], CodecIdentity)
+            )
             yield CodedItem(f"{about['index']:09d}-{slug(about['example_id'])}", about, stored)
     except (OSError, TarError, StoreError, LookupError, TypeError, ValueError, msgspec.MsgspecError) as error:
         raise invalid(

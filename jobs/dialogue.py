@@ -219,8 +219,7 @@ def spoken_turns(messages: Sequence[Triple], speak: Speak) -> tuple[int, ...]:
     user = _places(messages, "user")
     assistant = _places(messages, "assistant")
     if speak == "auto":
-        silent = [place for place in assistant if not _recordings(messages, place)]
-        return tuple(silent or user)
+        return tuple([place for place in assistant if not _recordings(messages, place)] or user)
     return tuple(sorted(([] if speak == "assistant" else user) + ([] if speak == "user" else assistant)))
 
 

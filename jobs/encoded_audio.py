@@ -126,8 +126,7 @@ class JoinedSpeech:
         pcm = np.pad(to_pcm(samples * fades), (0, pause))
         with self._lock:
             place = self._file.seek(0, io.SEEK_END)
-            said = (trimmed.words, trimmed.phonemes)
-            self._parts[number] = place, pcm.nbytes, rate, said
+            self._parts[number] = place, pcm.nbytes, rate, (trimmed.words, trimmed.phonemes)
             self._file.write(pcm.data)
             return len(self._parts) == len(self._pauses)
 

@@ -135,8 +135,9 @@ def submit(
             _refuse_skipped(ledger, store, job)
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, resolved.card.check_reference)
         times = settings.times
-        measured_rtf = ledger.measured_rtf(resolved.spec.model)
-        size = ShardSize.of(resolved.card, times.shard_seconds, times.shard_items, measured_rtf)
+        size = ShardSize.of(
+            resolved.card, times.shard_seconds, times.shard_items, ledger.measured_rtf(resolved.spec.model)
+        )
         reference_key = reader.keys(partial(put_reference, store, job.id))
         records = resolved.records(opened)
         ingest = _Ingest(ledger, store, job, records, resolved.checker, reference_key, size, abort, progress)

@@ -116,8 +116,9 @@ def checked_audio(data: bytes, name: str, check: Callable[[bytes], object] | Non
             error.code, f"{name} cannot be used: {error.message.removeprefix('The audio ')}", error.advice
         ) from error
     if found.format not in _EXTENSIONS or found.frames <= 0:
-        reason = f"it is {found.format} with {found.frames} samples, not WAV, FLAC, OGG or MP3"
-        raise _unreadable(name, reason)
+        raise _unreadable(
+            name, f"it is {found.format} with {found.frames} samples, not WAV, FLAC, OGG or MP3"
+        )
     return ReferenceAudio(data, sha256_of(data), _EXTENSIONS[found.format])
 
 

@@ -133,8 +133,9 @@ class _Resynthesis:
         request_id = f"verify/{artifact.kind}/{job.id}/{line.index}"
         generation = line.generation_over(job.spec.generation)
         load = partial(load_reference, self.store, job.id)
-        words = pronunciations_of(job.spec)
-        request = item_request(line, generation, job, request_id, artifact.seed, load, words)
+        request = item_request(
+            line, generation, job, request_id, artifact.seed, load, pronunciations_of(job.spec)
+        )
         parts = parts_of(spoken_text(line.messages), self.pipeline.capabilities) if line.role else ()
         if not parts:
             return submit(self.pipeline, request)
@@ -203,8 +204,7 @@ class _Resynthesis:
                 f"Another process replaced {artifact.key} meanwhile.",
                 "Verify the job again.",
             )
-        outcome = "same" if sha256 == artifact.sha256 else "other"
-        return repaired(outcome, entry_changed=True)
+        return repaired("same" if sha256 == artifact.sha256 else "other", entry_changed=True)
 
     def encoded(self, started: Started, artifact: Artifact) -> tuple[bytes, dict[str, object]]:
         """The bytes of an artifact, and its other columns in the ledger. Raises `NightjarError`."""
@@ -224,8 +224,9 @@ class _Resynthesis:
 
     def renew_manifest(self, shard_no: int) -> None:
         made = self.ledger.shard_audio(self.job.id, shard_no)
-        lines = read_shard(self.store, *self.lines.inputs[shard_no])
-        key, sha256 = put_shard_manifest(self.store, self.job, shard_no, made, lines)
+        key, sha256 = put_shard_manifest(
+            self.store, self.job, shard_no, made, read_shard(self.store, *self.lines.inputs[shard_no])
+        )
         self.ledger.set_shard_manifest(self.job.id, shard_no, key, sha256)
 
 

@@ -187,8 +187,7 @@ def shard_line(stored: RawLine) -> ShardLine:
         if generation is not NO_GENERATION:
             generation = generation.of(role)
     where = (stored.index, stored.line, dialogue.example_id)
-    metadata = metadata_json(stored.dialogue)
-    return ShardLine(*where, messages, generation, turn, role, metadata, written)
+    return ShardLine(*where, messages, generation, turn, role, metadata_json(stored.dialogue), written)
 
 
 def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:

@@ -346,8 +346,9 @@ class LineChecker:
         # A text that is too long is spoken in parts, whose audio is joined.
         self._makes_codes = bool(spec.output)
         if not spec.output and not self._able.multi_turn:
-            longest = max(self._able.max_text_characters, MAX_LONG_CHARACTERS)
-            self._capabilities = dataclasses.replace(self._able, max_text_characters=longest)
+            self._capabilities = dataclasses.replace(
+                self._able, max_text_characters=max(self._able.max_text_characters, MAX_LONG_CHARACTERS)
+            )
         self._voices = voices
         self._check_text = card.check_text
         self._spoken_text = SpokenText(spec) if spec.respells else None

@@ -231,8 +231,7 @@ def item_request(
     voices = job.spec.stored_voices
     if voices and line.role is not None:
         own = line.generation.voice
-        prefix = references_prefix(job.id)
-        messages, generation = in_stored_voice(messages, generation, own, voices, prefix)
+        messages, generation = in_stored_voice(messages, generation, own, voices, references_prefix(job.id))
     loaded = [
         msgspec.structs.replace(message, content=load(message.content))
         if message.role == "user" and message.modality == "audio" and isinstance(message.content, str)

@@ -253,8 +253,9 @@ class Night:
             idempotency_key=self._key(number),
         )
         store_url = self.schedule.store_url or self.settings.effective_store_url
-        store = open_store(store_url, self.settings.s3)
-        job = submit(self.settings, self.ledger, store, source, spec, options=options).job
+        job = submit(
+            self.settings, self.ledger, open_store(store_url, self.settings.s3), source, spec, options=options
+        ).job
         remember_if_embedded(job.id, self.settings)
         return job
 
@@ -273,8 +274,9 @@ class Night:
         try:
             store = store_of(job, s3)
             if format != REPORT:
-                options = _options(format, self.schedule)
-                made = export(ledger, store, job.id, format, to, s3=s3, replaces=own, **options)
+                made = export(
+                    ledger, store, job.id, format, to, s3=s3, replaces=own, **_options(format, self.schedule)
+                )
                 return Dataset(format, to, made.items)
             from jobs.report import write_report
 

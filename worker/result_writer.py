@@ -124,8 +124,7 @@ class ResultWriter:
     def ensure_threads(self, store: ObjectStore, audio_format: str) -> None:
         """Adds threads if this store or audio format needs more."""
         wanted = S3_THREADS if store.remote else FOLDER_THREADS
-        lossy = LOSSY_THREADS if audio_format in LOSSY else 0
-        self.threads.count = max(self.threads.count, wanted, lossy)
+        self.threads.count = max(self.threads.count, wanted, LOSSY_THREADS if audio_format in LOSSY else 0)
 
     def close(self) -> None:
         """Stores the submitted results, then ends the threads. Draws that wait for meters are dropped."""
@@ -231,8 +230,9 @@ class ResultWriter:
         )
         # The item has its own id here, because request ids differ between attempts and draws.
         item = f"{job.id}/{line.index}"
-        task = MeterTask(meters, utterance, lambda: shard.abandoned, item, quality.bounds)
-        measuring = self.meters.submit(task)
+        measuring = self.meters.submit(
+            MeterTask(meters, utterance, lambda: shard.abandoned, item, quality.bounds)
+        )
         scores = checked.record.scores
         measuring.add_done_callback(
             lambda done: self.threads.submit(self.work, shard, draw, speech, (scores, done))

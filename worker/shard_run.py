@@ -186,8 +186,9 @@ class ShardRun:
                 retry_later = self._synthesize(todo, pipeline)
 
         def put_manifest() -> tuple[str, str]:
-            made = ledger.shard_audio(self._job.id, lease.shard_no)
-            return put_shard_manifest(store, self._job, lease.shard_no, made, lines)
+            return put_shard_manifest(
+                store, self._job, lease.shard_no, ledger.shard_audio(self._job.id, lease.shard_no), lines
+            )
 
         manifest = (None, None) if retry_later else retrying(put_manifest)
         if not retrying(lambda: ledger.finish_shard(lease.ticket, *manifest)):
@@ -364,8 +365,9 @@ class ShardRun:
             return None
         if not isinstance(error, NightjarError):
             log.error("item failed unexpectedly", index=draw.line.index, exc_info=error)
-            message = f"The speech could not be synthesized or stored: {error!r}"
-            error = SynthesisError(ErrorCode.SYNTH_ENGINE, message)
+            error = SynthesisError(
+                ErrorCode.SYNTH_ENGINE, f"The speech could not be synthesized or stored: {error!r}"
+            )
         elif isinstance(error, ModelError) or error.code in _SHARD_ERRORS:
             self._end_work(error)
             return None

@@ -72,8 +72,7 @@ def report_end(reason: str) -> None:
 
 def report_refusal(error: ConfigError | ModelError) -> None:
     """Reports that restarts cannot help, because a person must correct a setting or the model."""
-    plain = type(error)(error.code, _plain(error.message), _plain(error.advice))
-    report(WorkerReport(refusal=plain))
+    report(WorkerReport(refusal=type(error)(error.code, _plain(error.message), _plain(error.advice))))
 
 
 def _plain(text: str) -> str:

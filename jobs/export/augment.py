@@ -304,8 +304,7 @@ def _augmented(name: str, members: dict[str, bytes], about: JsonObject, effects:
         rate = soundfile.info(io.BytesIO(data)).samplerate
     except (KeyError, soundfile.LibsndfileError):
         raise invalid(f"{name!r} has no audio that can be read.", "Export again, with audio.") from None
-    samples = effects.applied(recipe, clean.reshape(len(clean), -1), rate)
-    made = encoded_audio(samples, rate, extension)
+    made = encoded_audio(effects.applied(recipe, clean.reshape(len(clean), -1), rate), rate, extension)
     known = {
         "sha256": sha256_of(made.data),
         "bytes": len(made.data),

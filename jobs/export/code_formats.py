@@ -90,8 +90,7 @@ def _tokenizer(place: str) -> tuple[Tokenizer, dict[str, str]]:
             f"There is no tokenizer {place[:200]!r}: {error}.",
             "Give a tokenizer.json or a name on the hub with --tokenizer.",
         ) from error
-    sha256 = hashlib.sha256(found.to_str().encode()).hexdigest()
-    return found, {"name": Path(place).name, "sha256": sha256}
+    return found, {"name": Path(place).name, "sha256": hashlib.sha256(found.to_str().encode()).hexdigest()}
 
 
 def interleaved_line(

@@ -137,8 +137,7 @@ class Sounds(NamedTuple):
             for turn, file in zip(turns, files, strict=True):
                 pcm = decoded(file)[: turn.artifact.samples]
                 first = round(turn.place.start * rate)
-                role = item_metadata(turn.job, turn).role
-                samples[first : first + len(pcm), ROLES.index(role)] = pcm
+                samples[first : first + len(pcm), ROLES.index(item_metadata(turn.job, turn).role)] = pcm
             if self.mode == "mono":
                 samples = mixed(samples)
             channels = 1 if self.apart else samples.shape[1]

@@ -155,8 +155,9 @@ def export_jobs(
     path = None if to == "-" or is_remote(to) else Path(to).absolute()
     # Other names of audio are absolute.
     folder = None if path is None or asked.absolute or asked.audio_root else path.parent if one_file else path
-    names = AudioNames((one.store for one in jobs), folder)
-    planned = _Export(job_set, chosen, asked, asked.splits or WHOLE, names)
+    planned = _Export(
+        job_set, chosen, asked, asked.splits or WHOLE, AudioNames((one.store for one in jobs), folder)
+    )
     if one_file:
         items, reasons = planned.to_file(to, replaces)
     else:

@@ -385,8 +385,9 @@ class Splits(NamedTuple):
 
     def of(self, example_id: str) -> str:
         """The split of an example: the same in every job and on every machine."""
-        digest = hashlib.blake2b(example_id.encode(), digest_size=8, person=b"nightjar.split").digest()
-        number = int.from_bytes(digest, "big")
+        number = int.from_bytes(
+            hashlib.blake2b(example_id.encode(), digest_size=8, person=b"nightjar.split").digest(), "big"
+        )
         return next(name for name, bound in self.bounds.items() if number < bound)
 
 
@@ -456,8 +457,7 @@ class LeftOut(msgspec.Struct, frozen=True):
     @property
     def items(self) -> int:
         filtered = sum(out.items for out in self.filtered)
-        refused = sum((self.refused or {}).values())
-        return self.without_audio + filtered + (self.duplicates or 0) + refused
+        return self.without_audio + filtered + (self.duplicates or 0) + sum((self.refused or {}).values())
 
     def __str__(self) -> str:
         """A text such as `3 without audio, 120 by wer < 0.1, 14 by distillmos > 3.5 (8 without that score)`;

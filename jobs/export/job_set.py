@@ -184,8 +184,7 @@ class JobSet:
         for number, group in groupby(rows, key=lambda row: self._number(row.index)):
             start = self._starts[number]
             one = self.jobs[number]
-            own = (_moved(row, -start) for row in group)
-            found = audio_items(*one[:2], one.job.id, own, self.columns)
+            found = audio_items(*one[:2], one.job.id, (_moved(row, -start) for row in group), self.columns)
             yield one, (self._in_set(item, start) for item in found) if self.several else found
 
     def items(self, rows: Iterable[ItemRow]) -> Iterator[AudioItem]:

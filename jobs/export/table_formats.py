@@ -224,8 +224,9 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[Loaded
     column = pyarrow.field("codes", arrow_type(_CODES))
     rows = _FOLDER_GROUP_ROWS
     if job.spec.main_kind == "audio":
-        sound = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
-        column = pyarrow.field("audio", sound)
+        column = pyarrow.field(
+            "audio", pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+        )
         rows = GROUP_ROWS
     _write_table(
         files.open(f"data/{part.split}-{part.number:05d}-of-{part.of:05d}.parquet"),
@@ -252,8 +253,9 @@ def write_audiofolder(part: Part, files: PartFiles, job: Job, items: Iterator[Lo
             yield item, name, 0
 
     table = files.open(f"{folder}/metadata.parquet")
-    column = pyarrow.field("file_name", pyarrow.string())
-    _write_table(table, column, cells(), _FOLDER_GROUP_ROWS, compression="zstd")
+    _write_table(
+        table, pyarrow.field("file_name", pyarrow.string()), cells(), _FOLDER_GROUP_ROWS, compression="zstd"
+    )
 
 
 PARQUET = ExportFormat(

@@ -187,8 +187,11 @@ def seal_job(sql: Transaction, job_id: str) -> Job:
     if lock_known_job(sql, job_id).state == JobState.INGESTING:
         update_job(sql, job_id, f"state = 'ready', {TOTALS}")
         failed = "state = 'failed', state_reason = :reason, finished_at = <now>"
-        statement = f"UPDATE jobs SET {failed} WHERE id = :job AND total_items = 0"
-        sql.change(statement, job=job_id, reason=ErrorCode.INPUT_NO_ITEMS)
+        sql.change(
+            f"UPDATE jobs SET {failed} WHERE id = :job AND total_items = 0",
+            job=job_id,
+            reason=ErrorCode.INPUT_NO_ITEMS,
+        )
     return read_job(sql, job_id)
 
 
@@ -258,8 +261,10 @@ def cancel_some(sql: Transaction, job_id: str) -> bool:
     """
     chunk = sql.rows(statement, job=job_id)
     for shard in chunk:
-        skip = f"UPDATE items SET state = {ITEM_STATE_NUMBERS[ItemState.SKIPPED]} WHERE {PENDING_OF}"
-        skipped = sql.change(skip, **items_of(shard))
+        skipped = sql.change(
+            f"UPDATE items SET state = {ITEM_STATE_NUMBERS[ItemState.SKIPPED]} WHERE {PENDING_OF}",
+            **items_of(shard),
+        )
         if shard.state == ShardState.LEASED:
             end_attempt(sql, shard, "cancelled")
         change = "n_skipped = n_skipped + :skipped, not_before = NULL"

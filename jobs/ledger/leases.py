@@ -128,8 +128,9 @@ def claim(sql: Transaction, ticket: Ticket, worker_id: str, lease_seconds: float
     INSERT INTO attempts (job_id, shard_no, epoch, worker_id, started_at) VALUES (:job, :shard, :epoch, :worker, <now>)
     """
     sql.change(attempt, job=shard.job_id, shard=shard.no, epoch=shard.epoch, worker=worker_id)
-    statement = f"SELECT idx, example_id, attempts FROM items WHERE {PENDING_OF} ORDER BY idx"
-    rows = sql.rows(statement, **items_of(shard))
+    rows = sql.rows(
+        f"SELECT idx, example_id, attempts FROM items WHERE {PENDING_OF} ORDER BY idx", **items_of(shard)
+    )
     pending = {index: (example_id, attempts) for index, example_id, attempts in rows}
     job = read_job(sql, shard.job_id)
     return Lease(job, shard.no, shard.epoch, worker_id, shard.input_key, shard.input_sha256, pending)
@@ -378,8 +379,12 @@ def replace_artifact(sql: Transaction, job_id: str, artifact: Artifact, sha256: 
     columns["meta"] = msgspec.json.encode(artifact.meta).decode()
     change = ", ".join(f"{name} = :{name}" for name in columns if name != "index")
     sql.change(f"UPDATE artifacts SET {change} WHERE {of_artifact}", **columns, job=job_id)
-    decided = f"UPDATE decisions SET sha256 = :made WHERE {of_item} AND sha256 = :sha256"
-    sql.change(decided, **key, made=artifact.sha256, sha256=sha256)
+    sql.change(
+        f"UPDATE decisions SET sha256 = :made WHERE {of_item} AND sha256 = :sha256",
+        **key,
+        made=artifact.sha256,
+        sha256=sha256,
+    )
     # The artifacts of failed items are not counted.
     if sql.value(f"SELECT 1 FROM items WHERE {of_item} AND state = {_DONE}", **key):
         update_shard(

@@ -165,8 +165,12 @@ def update_job(sql: Transaction, job_id: str, change: str, **values: object) -> 
 
 def update_shard(sql: Transaction, shard: Row, change: str, **values: object) -> None:
     """Sets columns of a shard."""
-    statement = f"UPDATE shards SET {change} WHERE job_id = :of_job AND no = :of_shard"
-    sql.change(statement, of_job=shard.job_id, of_shard=shard.no, **values)
+    sql.change(
+        f"UPDATE shards SET {change} WHERE job_id = :of_job AND no = :of_shard",
+        of_job=shard.job_id,
+        of_shard=shard.no,
+        **values,
+    )
 
 
 def move_to(sql: Transaction, shard: Row, state: ShardState, change: str = "", **values: object) -> None:

@@ -117,8 +117,12 @@ def items_page(
     if codes is not None:
         conditions += f" AND items.error_code IN ({literals(*codes) or 'NULL'})"
     if where is None:
-        statement = f"SELECT idx FROM items WHERE job_no = {NUMBER} AND idx > :after{conditions} ORDER BY idx LIMIT :limit"
-        page = sql.column(statement, job=job.id, after=after, limit=limit)
+        page = sql.column(
+            f"SELECT idx FROM items WHERE job_no = {NUMBER} AND idx > :after{conditions} ORDER BY idx LIMIT :limit",
+            job=job.id,
+            after=after,
+            limit=limit,
+        )
     else:
         page = matching_page(sql, job, where, after, limit, dialogues, conditions)
     return _rows_of(sql, job, page, conditions), page[-1] if len(page) == limit else None
@@ -214,15 +218,22 @@ def artifacts_page(sql: Transaction, job_id: str, after: int, limit: int, kind: 
 
 def artifacts_of(sql: Transaction, job_id: str, kind: str, indexes: Collection[int]) -> dict[int, Artifact]:
     """Index -> artifact of one kind; items without such an artifact are missing."""
-    statement = f"SELECT * FROM artifacts WHERE job_no = {NUMBER} AND kind = :kind AND idx IN (:indexes)"
-    rows = sql.rows(statement, job=job_id, kind=kind, indexes=list(indexes))
+    rows = sql.rows(
+        f"SELECT * FROM artifacts WHERE job_no = {NUMBER} AND kind = :kind AND idx IN (:indexes)",
+        job=job_id,
+        kind=kind,
+        indexes=list(indexes),
+    )
     return {row.idx: record(Artifact, row, index=row.idx) for row in rows}
 
 
 def packs(sql: Transaction, job_id: str) -> set[str]:
     """The keys of the packs with artifacts of a job."""
-    statement = f"SELECT DISTINCT pack FROM artifacts WHERE job_no = {NUMBER} AND pack IS NOT NULL"
-    return set(sql.column(statement, job=job_id))
+    return set(
+        sql.column(
+            f"SELECT DISTINCT pack FROM artifacts WHERE job_no = {NUMBER} AND pack IS NOT NULL", job=job_id
+        )
+    )
 
 
 def shard_inputs(sql: Transaction, job_id: str) -> dict[int, tuple[str, str]]:
@@ -296,8 +307,11 @@ def draws_page(sql: Transaction, job_id: str, after: int, limit: int) -> list[Dr
 
 def draws_of(sql: Transaction, job_id: str, indexes: Collection[int]) -> list[DrawRow]:
     """The draws of these items, in order of index and draw."""
-    statement = f"SELECT * FROM draws WHERE job_no = {NUMBER} AND idx IN (:indexes) ORDER BY idx, draw"
-    rows = sql.rows(statement, job=job_id, indexes=list(indexes))
+    rows = sql.rows(
+        f"SELECT * FROM draws WHERE job_no = {NUMBER} AND idx IN (:indexes) ORDER BY idx, draw",
+        job=job_id,
+        indexes=list(indexes),
+    )
     return [DrawRow(row.idx, record(Draw, row, kept=bool(row.kept))) for row in rows]
 
 

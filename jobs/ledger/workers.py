@@ -47,8 +47,9 @@ def register_worker(sql: Transaction, info: WorkerInfo) -> None:
     """Adds a worker. Raises `ServiceError` with `ledger.shared_sqlite` if a worker on another host uses the
     same SQLite file."""
     if sql.engine == "sqlite":
-        statement = f"SELECT host FROM workers WHERE {_LIVE} AND host <> :host LIMIT 1"
-        other = sql.value(statement, host=clean(info.host))
+        other = sql.value(
+            f"SELECT host FROM workers WHERE {_LIVE} AND host <> :host LIMIT 1", host=clean(info.host)
+        )
         if other is not None:
             raise ServiceError(
                 ErrorCode.LEDGER_SHARED_SQLITE,
@@ -62,8 +63,9 @@ def _add(sql: Transaction, info: WorkerInfo, *changed: str, **more: str) -> None
     """Adds or updates a worker; `changed`: columns that are also updated."""
     row = {**columns_of(info), **{name: clean(value) for name, value in more.items()}}
     kept = ", ".join(f"{name} = excluded.{name}" for name in (*row, *changed, "heartbeat_at"))
-    conflict = f"ON CONFLICT (id) DO UPDATE SET {kept}"
-    sql.insert("workers", [row], conflict, started_at="<now>", heartbeat_at="<now>")
+    sql.insert(
+        "workers", [row], f"ON CONFLICT (id) DO UPDATE SET {kept}", started_at="<now>", heartbeat_at="<now>"
+    )
 
 
 def worker_heartbeat(sql: Transaction, worker_id: str, state: str = UP, slots: int | None = None) -> None:

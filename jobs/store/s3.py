@@ -182,8 +182,7 @@ class S3Store(ObjectStore):
         while (page := self._call(prefix, lambda: next(pages, None))) is not None:
             for entry in page.get("Contents", []):
                 key = entry["Key"][len(self.prefix) :]
-                modified_at = entry["LastModified"].timestamp()
-                yield ObjectInfo(key, int(entry["Size"]), modified_at=modified_at)
+                yield ObjectInfo(key, int(entry["Size"]), modified_at=entry["LastModified"].timestamp())
 
     def delete(self, key: str) -> None:
         """Deletes an object; a missing one is not an error."""
