@@ -311,7 +311,7 @@ def frame_part(bench: Bench, name: str, shape: Shape, rows: int, context: int) -
     slots, plan = torch.arange(rows, device=bench.device), plan_for(rows, shape.hidden)
     codes = torch.zeros(rows, shape.codebooks, dtype=torch.int64, device=bench.device)
     flags = torch.zeros(rows, dtype=torch.uint8, device=bench.device)
-    bare = replace(plan, products=False, wide_swiglu=False, residual_products=False)
+    bare = plan._replace(products=False, wide_swiglu=False, residual_products=False)
     made: dict[str, Callable[[], FusedFrame]] = {
         "plan": lambda: FusedFrame(weights, state, k, v, rows, plan),
         "cublas": lambda: FusedFrame(weights, state, k, v, rows, bare),

@@ -11,7 +11,7 @@ pages in order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -168,8 +168,7 @@ def attend_padded(
     return _attend_together(asked, k_cache, v_cache, pages, seen[None], scale)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedPrompts:
+class PackedPrompts(NamedTuple):
     """Chunks of prompts (runs), concatenated in one row of positions. The numbers are tensors of the device, so
     that a captured graph reads them again at each replay.
 
@@ -216,7 +215,7 @@ class PackedRuns:
         _, sizes = np.frexp(pages)
         #: For each group: its pages, the rows of its tokens in `q` [runs, steps], which positions each token
         #: sees, the indices of steps that are not padding, and the rows of these in the result.
-        self._groups: list[tuple[Tensor, ...]] = []
+        self._groups = list[tuple[Tensor, ...]]()
         for size in np.unique(sizes):
             (runs,) = np.nonzero(sizes == size)
             steps = np.arange(count[runs].max())

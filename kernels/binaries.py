@@ -113,7 +113,7 @@ def _text(name: str) -> str:
 
 def _headers(name: str) -> dict[str, str]:
     """Name -> text of the headers that a source includes, directly or through another header."""
-    found: dict[str, str] = {}
+    found = dict[str, str]()
     waiting = _INCLUDED.findall(_text(name))
     while waiting:
         header = waiting.pop()

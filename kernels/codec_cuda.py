@@ -9,8 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import c_char, c_int, c_longlong, c_void_p
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,8 +53,7 @@ def _wide_weights(weight1: Tensor, weight2: Tensor) -> Tensor:
     return torch.cat((first.reshape(-1), ordered.permute(2, 0, 3, 1).reshape(-1)))
 
 
-@dataclass(frozen=True, slots=True)
-class TileConfig:
+class TileConfig(NamedTuple):
     """A kernel and the sizes of its tiles. The source contains no other kernel."""
 
     source: Source

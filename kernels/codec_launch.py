@@ -3,9 +3,8 @@ codec's ops on a GPU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ from kernels.triton_launch import INTERPRETED, compiling, on_grid, pieces, power
 HEAD_TAPS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """A tile: rows x columns x depth, pipeline stages, warps, and whether it is copied by TMA."""
 
     rows: int
@@ -32,8 +30,7 @@ class Tile:
     tma: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """The properties by which a kernel's tile is chosen: `kind` is conv or unit, `channels` in, `columns`
     out."""
 
@@ -67,7 +64,7 @@ def tile_for(shape: Shape, steps: int, tma: bool) -> Tile | None:
     if tile is None:
         return None
     rows = min(tile.rows, max(64, power_from(steps)))
-    return replace(tile, rows=rows, tma=tile.tma and tma, stages=tile.stages if tma else min(tile.stages, 2))
+    return tile._replace(rows=rows, tma=tile.tma and tma, stages=tile.stages if tma else min(tile.stages, 2))
 
 
 def _conv_tile(shape: Shape) -> Tile | None:

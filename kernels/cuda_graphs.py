@@ -104,7 +104,7 @@ class BucketGraphs:
         self.stream = stream
         self._pool = GraphPool()
         #: By shape: the memory of the inputs, the graph, and the memory of its result.
-        self.graphs: dict[Hashable, tuple[list[Tensor], torch.cuda.CUDAGraph, Tensor]] = {}
+        self.graphs = dict[Hashable, tuple[list[Tensor], torch.cuda.CUDAGraph, Tensor]]()
 
     @contextmanager
     def following(self, *inputs: Tensor) -> Iterator[None]:
@@ -124,7 +124,7 @@ class BucketGraphs:
             places = [one.to(self.stream.device, copy=True) for one in inputs]
             if len(self.graphs) == self.MOST:
                 return work(*places)
-            made: list[Tensor] = []
+            made = list[Tensor]()
             graph = capture(lambda: made.append(work(*places)), self._pool, self.stream)
             self.graphs[key] = places, graph, made[-1]
         places, graph, result = self.graphs[key]

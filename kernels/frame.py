@@ -9,7 +9,7 @@ fills them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -17,8 +17,7 @@ from torch import Tensor
 LARGEST_GROUP = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(NamedTuple):
     """The weights of one decoder layer. `qkv` and `gate_up` are published matrices concatenated along the
     rows."""
 
@@ -34,8 +33,7 @@ class Layer:
     qkv_bias: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StackTensors:
+class StackTensors(NamedTuple):
     """A stack of decoder layers; rope_table: [positions, head_dim], cosines and sines side by side."""
 
     layers: Sequence[Layer]
@@ -73,8 +71,7 @@ def fused_fault(heads: int, kv_heads: int, head_dim: int) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class DepthTensors:
+class DepthTensors(NamedTuple):
     """The LM over the codebooks after code 0. Its cache of keys and values is kept for one frame only.
 
     Its first position is the backbone's state, projected if `project` (weight [width, hidden], bias [width])
@@ -89,8 +86,7 @@ class DepthTensors:
     project: tuple[Tensor, Tensor] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DrawRules:
+class DrawRules(NamedTuple):
     """How code 0 is drawn, the same for every request. Codes from `suppress_from` on, except `ends`, are never
     drawn."""
 
@@ -106,8 +102,7 @@ class DrawRules:
     window: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Feedback:
+class Feedback(NamedTuple):
     """The next input: (the sum of one row of `table` [rows, hidden] for each codebook + a row of `text`) *
     scale.
 
@@ -122,8 +117,7 @@ class Feedback:
     scale: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class FrameTensors:
+class FrameTensors(NamedTuple):
     """All weights of a frame. head: [codes, hidden], the rows that can be drawn, padded with rows that are
     never drawn."""
 
@@ -142,8 +136,7 @@ class FrameTensors:
         return 1 if self.depth is None else 1 + self.depth.heads.shape[0]
 
 
-@dataclass(frozen=True, slots=True)
-class DrawTensors:
+class DrawTensors(NamedTuple):
     """Sampler settings, one row for each slot. `greedy` is bool or uint8."""
 
     temperature: Tensor
@@ -157,8 +150,7 @@ class DrawTensors:
         return self.temperature[rows], self.top_k[rows], self.top_p[rows], self.greedy[rows] != 0
 
 
-@dataclass(frozen=True, slots=True)
-class StateTensors:
+class StateTensors(NamedTuple):
     """The state of all slots on the device, as in `pipelines.engine.state.SlotState`. `seen` is bool or uint8."""
 
     inputs: Tensor

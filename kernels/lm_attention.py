@@ -8,7 +8,7 @@ host, so a captured launch works for any of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,8 +25,7 @@ from kernels.triton_launch import pdl_options
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionTile:
+class AttentionTile(NamedTuple):
     """How programs read the positions of a row and kv head: positions per step, warps, and pipeline stages.
 
     splits: (maximum number of rows, number of programs that share the positions), in ascending order; the first
@@ -51,7 +50,7 @@ _MIN_BLOCK = 16
 def attention_tile(group: int, page_size: int) -> AttentionTile:
     """The tile for `group` query heads per kv head and this page size; a step has one page or less."""
     tile = _FEW if group <= _FEW_HEADS else _MANY
-    return replace(tile, block=max(_MIN_BLOCK, min(tile.block, page_size)))
+    return tile._replace(block=max(_MIN_BLOCK, min(tile.block, page_size)))
 
 
 @triton.jit

@@ -10,7 +10,7 @@ the host, so it can be captured as a graph.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ from kernels.lm_sampler import FIRST, LAST, MIDDLE, ONLY, draw
 from kernels.lm_triton import add_norm, swiglu
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """The choice of kernels for frames with a given number of rows. It affects the time of a frame, and the results
     only by rounding."""
 
@@ -61,7 +60,7 @@ def runs_cuda(weights: FrameTensors, k_cache: Tensor) -> bool:
     depth's attention, and draws."""
     if not known_to_cuda(weights):
         return False
-    shapes: list[tuple[int, bool, int]] = []
+    shapes = list[tuple[int, bool, int]]()
     for stack in weights.stacks:
         normed = [(stack.hidden, True, epilogue) for epilogue in (PLAIN, SWIGLU)]
         shapes += normed + [(matrix.shape[1], False, RESIDUAL) for matrix in _added_matrices(stack)]
@@ -131,8 +130,8 @@ class FusedFrame:
         self._products = plan.products and runs_products(weights, k_cache)
         self._wide_swiglu = plan.wide_swiglu and runs_swiglu(weights)
         self._residual = plan.residual_products and runs_residual(weights, k_cache)
-        self.plan = replace(
-            plan, pdl=(self._products and k_cache.is_cuda) or (plan.pdl and known_to_cuda(weights))
+        self.plan = plan._replace(
+            pdl=(self._products and k_cache.is_cuda) or (plan.pdl and known_to_cuda(weights))
         )
         self.weights = weights
         self.state = _as_bytes(state)
@@ -424,7 +423,7 @@ class PersistentFrame(FusedFrame):
         talker: Talker | None = None,
     ) -> None:
         # No kernel is launched early after a cooperative one.
-        plan = plan if talker is None else replace(plan, pdl=False)
+        plan = plan if talker is None else plan._replace(pdl=False)
         super().__init__(predictor_run.predictor.frame, state, k_cache, v_cache, predictor_run.rows, plan)
         self.predictor_run = predictor_run
         self.talker = None if talker is None else TalkerRun(talker, predictor_run)
@@ -449,10 +448,10 @@ def _as_bytes(state: StateTensors) -> StateTensors:
     """The state as kernels read it, with bool tensors as bytes."""
 
     def draws(settings: DrawTensors) -> DrawTensors:
-        return replace(settings, greedy=settings.greedy.view(torch.uint8))
+        return settings._replace(greedy=settings.greedy.view(torch.uint8))
 
-    return replace(
-        state, seen=state.seen.view(torch.uint8), first=draws(state.first), residual=draws(state.residual)
+    return state._replace(
+        seen=state.seen.view(torch.uint8), first=draws(state.first), residual=draws(state.residual)
     )
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_longlong, c_uint, c_void_p
-from dataclasses import astuple, dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,8 +46,7 @@ _WAITS = (
 _TILE = 256  # elements: 8 rows of 32
 
 
-@dataclass(frozen=True, slots=True)
-class TileConfig:
+class TileConfig(NamedTuple):
     """A kernel and its tiles: name, blocks, computing warps per block, tiles per warp in a chunk, shared memory."""
 
     name: str
@@ -74,8 +73,7 @@ TALKERS: dict[tuple[int, ...], TileConfig] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
+class Trial(NamedTuple):
     """Faults that a test injects into a launch of its kernels.
 
     Blocks sleep up to `delay` times for a short while, at random by `seed`; block `silent` sends nothing, block
@@ -318,7 +316,7 @@ class PredictorRun:
 
     def rest(self, stack: StackTensors) -> tuple[float, ...]:
         """The values of `_LAST_FIELDS` for a launch."""
-        return self.patience, self.gap, *astuple(self.trial or Trial()), stack.eps, stack.scale
+        return self.patience, self.gap, *(self.trial or Trial()), stack.eps, stack.scale
 
     def launch(
         self, x: Tensor, rows: Tensor, codes: Tensor, finite: Tensor, flags: Tensor, state: StateTensors

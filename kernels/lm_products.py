@@ -12,8 +12,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from ctypes import c_byte, c_float, c_int, c_void_p
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,8 +70,7 @@ WIDE_PRODUCTS = Source(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class TileConfig:
+class TileConfig(NamedTuple):
     """How `product` is divided. splits: parts of the inner size, one for each block of a cluster; stages: pipeline
     stages of x in shared memory."""
 
@@ -232,8 +231,7 @@ def _check(x: Tensor, weight: Tensor, y: Tensor, halves: int, step: int) -> None
         raise ValueError(f"Rows of outputs must start on multiples of {2 * step} bytes.")
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
+class Norm(NamedTuple):
     """RMSNorm between two products: the first fills both tensors, the second reads them.
 
     weighted: [rows, width], the norm's input times its weights; squares: float32 [rows, parts], the sum of squares of

@@ -4,8 +4,8 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,7 @@ ENDED = 1
 NOT_FINITE = 2
 
 
-@dataclass(frozen=True, slots=True)
-class FrameOutput:
+class FrameOutput(NamedTuple):
     """One frame of n rows. The engine reads `codes`, `flags` and `log_probabilities`; the rest is for tests."""
 
     #: int64 [n, codebooks]; uint8 [n]; float32 [n], of the drawn codes 0 (`kernels.sampler.log_probability`).

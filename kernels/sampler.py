@@ -9,7 +9,7 @@ equal numbers on every device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,8 +64,7 @@ def frame_noise(seeds: Tensor, frames: Tensor, codebooks: int) -> Tensor:
     return philox((frames[:, None], codebook, zero, zero), (seeds[:, None] & _MASK, seeds[:, None] >> 32))[0]
 
 
-@dataclass(frozen=True, slots=True)
-class DrawFlags:
+class DrawFlags(NamedTuple):
     """Properties of a batch's settings that are known on the host and let the sampler skip steps."""
 
     max_top_k: int

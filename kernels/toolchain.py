@@ -51,7 +51,7 @@ def compile_cuda(source: Path, headers: Mapping[str, str], target: str) -> bytes
     Uses nvcc, or else the runtime compiler, which needs no C compiler. The source may include only `headers`
     (name -> text). Raises RuntimeError with the message of each compiler if all fail.
     """
-    faults: list[str] = []
+    faults = list[str]()
     for compiler, run in ((nvcc(), _with_nvcc), (nvrtc(), _with_nvrtc)):
         if compiler is None:
             continue

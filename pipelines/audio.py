@@ -91,7 +91,7 @@ def decode(
     numbers, has a rate outside `RATES`, or has more than `MAX_CHANNELS`; `input.too_long` for more than
     `max_seconds` or `MAX_SAMPLES`.
     """
-    blocks: list[Samples] = []
+    blocks = list[Samples]()
     with _opened(data, max_seconds) as file:
         rate = file.samplerate
         left = min(int(max_seconds * rate), MAX_SAMPLES // file.channels)
@@ -348,7 +348,7 @@ def _with_hashed_serial(data: bytes) -> bytes:
     The number must differ between files with different content, because joined files keep their numbers (RFC
     3533, section 4).
     """
-    pages: list[bytearray] = []
+    pages = list[bytearray]()
     end = 0
     while end < len(data):
         begin = end

@@ -227,7 +227,7 @@ class CalledChild(Child[_Answer], Generic[T]):
         self._answer = answer
         self._closed = False
         self._numbers = itertools.count()
-        self._waiting: dict[int, Future[T]] = {}
+        self._waiting = dict[int, Future[T]]()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._receive, name="child-answers", daemon=True)
         self._thread.start()

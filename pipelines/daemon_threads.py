@@ -24,7 +24,7 @@ class DaemonThreads(Executor):
         self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
-        self._threads: list[threading.Thread] = []
+        self._threads = list[threading.Thread]()
         self._closed = False
 
     @property
@@ -54,7 +54,7 @@ class DaemonThreads(Executor):
         that have not started; `wait` waits for the threads."""
         with self._lock:
             self._closed = True
-            waiting: list[_Work] = []
+            waiting = list[_Work]()
             with suppress(queue.Empty):
                 while cancel_futures:
                     waiting.append(self._work.get_nowait())

@@ -102,7 +102,7 @@ class Channel(Generic[T]):
         self._buffer = bytearray()
         #: Descriptors of each message that has some and is not decoded yet, and of the one that is being decoded.
         self._descriptors = deque[list[int]]()
-        self._shared: list[int] = []
+        self._shared = list[int]()
         #: Unsent messages with their descriptors; the first one may be partly sent.
         self._left = deque[tuple[memoryview, list[int]]]()
         self._changed = threading.Condition()
@@ -116,7 +116,7 @@ class Channel(Generic[T]):
         Raises `ValueError` for a message that is too long, the encoder's errors, and `OSError` if the other
         end is closed (`ConnectionError`) or there is no memory or descriptor for large arrays.
         """
-        shared: list[int] = []
+        shared = list[int]()
         try:
             data = msgspec.msgpack.encode(message, enc_hook=partial(_extension, shared))
             if len(data) > MAXIMUM_BYTES or len(shared) > MAXIMUM_DESCRIPTORS:

@@ -28,7 +28,7 @@ class WholeWords:
 
     def replaced(self, text: str, replacement: Callable[[str, str], str]) -> str:
         """The text with each word replaced by `replacement(word as written, value of its entry)`."""
-        parts: list[str] = []
+        parts = list[str]()
         done = 0
         for token in _TOKEN.finditer(text) if self._entries else ():
             start = token.start()
@@ -40,7 +40,7 @@ class WholeWords:
 
     def found(self, text: str) -> dict[str, str]:
         """The words of a text that have an entry, as they are written, and its values."""
-        found: dict[str, str] = {}
+        found = dict[str, str]()
         self.replaced(text, found.setdefault)
         return found
 

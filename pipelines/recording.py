@@ -337,7 +337,7 @@ class RecordingFiles:
 
     def shrink(self) -> None:
         """Deletes the least recently used files beyond the limit."""
-        files: list[tuple[float, int, str]] = []
+        files = list[tuple[float, int, str]]()
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 if entry.name.endswith(_SUFFIX) or entry.name.startswith(DRAFT):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pipelines.duration import Pace
 from pipelines.errors import ErrorCode, ModelError, invalid, nearest
@@ -73,8 +73,7 @@ def checkpoint_card(folder: Path, family: str, suffixes: Sequence[str], **facts:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Provider:
+class Provider(NamedTuple):
     """Describes and loads one model. Built-in packages and entry points of the group `nightjar.pipelines`
     have the functions `describe` and `load`."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -41,8 +41,7 @@ from pipelines.request import (
 WINDOW_FRAMES = 12
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedCodes:
+class FinishedCodes(NamedTuple):
     """The codes of a whole utterance."""
 
     #: int64 [frames, codebooks].
@@ -191,7 +190,7 @@ class Streamer(Receiver):
         super().__init__(info, stage, listener)
         #: State of the codec; None while it is unknown, so that frames are buffered.
         self._state = state
-        self._buffer: list[IntArray] = []
+        self._buffer = list[IntArray]()
         self._chunks = 0
         self._lock = threading.Lock()
         #: Number of pending parts: the chunks that are being decoded, and the engine's end.
@@ -227,7 +226,7 @@ class Streamer(Receiver):
                 self._decode_buffered(len(self._buffer))
             if self.looks_ahead:
                 self.decode(np.zeros((0, whole.codes.shape[1]), np.int64))
-            self._end = Done(self._info.speech(NO_SAMPLES, replace(whole, text_out=None)))
+            self._end = Done(self._info.speech(NO_SAMPLES, whole._replace(text_out=None)))
         self._part_ended()
 
     def decode(self, codes: IntArray, last: bool = False, deadline: float = 0.0) -> None:

@@ -89,7 +89,7 @@ class TextUnits:
     def add(self, text: str, *, final: bool = False) -> list[Piece]:
         """Adds text; returns the pieces that later text cannot change, and with `final` all the rest."""
         self._text = (self._text + text).lstrip()
-        pieces: list[Piece] = []
+        pieces = list[Piece]()
         while (end := self._unit_end(self._text)) is not None:
             pieces += self._end_at(end)
         if final:
@@ -159,7 +159,7 @@ def parts_of(text: str, able: Capabilities) -> list[TextPart]:
     if len(text) <= able.max_text_characters or able.multi_turn:
         return []
     by_word = able.max_text_characters >= MAX_PASSAGE_CHARACTERS + _MAX_WORD_CHARACTERS
-    parts: list[TextPart] = []
+    parts = list[TextPart]()
     for paragraph in _PARAGRAPH_END.split(text):
         units = units_of(paragraph, by_word=by_word)
         parts += map(TextPart, units, [SENTENCE_PAUSE] * (len(units) - 1) + [PARAGRAPH_PAUSE])

@@ -99,7 +99,7 @@ class SpeechTask(msgspec.Struct, frozen=True):
         one is not loaded."""
         text = self.reference_text or ""
         texts = text.split("\n") if len(self.reference_audio) > 1 else [text]
-        found: list[tuple[Recording, str]] = []
+        found = list[tuple[Recording, str]]()
         for audio, words in zip(self.reference_audio, texts):
             if isinstance(audio, str):
                 raise InputError(
@@ -243,9 +243,9 @@ def _contents(
 ) -> tuple[str, list[str | bytes | Recording], str | None]:
     """The user's texts, one per line, the voices to clone, and the system text. Raises `InputError` for a
     dialogue without a user text or audio, and for several user turns if the model takes one."""
-    written: list[str] = []
-    audio: list[str | bytes | Recording] = []
-    system: list[str] = []
+    written = list[str]()
+    audio = list[str | bytes | Recording]()
+    system = list[str]()
     turn_over = several = False
     takes_audio = able.audio_in or not able.multi_turn
     for message in messages:

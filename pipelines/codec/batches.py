@@ -32,7 +32,7 @@ def by_length(lengths: Sequence[int]) -> list[int]:
 def longest_first(lengths: Sequence[int], max_frames: int) -> list[list[int]]:
     """Indices of utterances in batches of up to `max_frames` padded frames, the longest first, so that the
     lengths in a batch are similar."""
-    found: list[list[int]] = []
+    found = list[list[int]]()
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if found and lengths[found[-1][0]] * (len(found[-1]) + 1) <= max_frames:
             found[-1].append(index)
@@ -74,7 +74,7 @@ def cheapest_batches(
                 first = begin
         costs.append(least + BATCH_COST)
         begins.append(first)
-    batches: list[list[int]] = []
+    batches = list[list[int]]()
     end = len(order)
     while end:
         begin = begins[end]
@@ -86,7 +86,7 @@ def cheapest_batches(
 def same_length_batches(lengths: Sequence[int], warm: Sequence[bool]) -> list[list[int]]:
     """Batches of up to `FIXED_ROWS` utterances of one padded length, all of which continue from a state (`warm`)
     or none: the shape of an utterance's batch depends on its length only. Omits empty ones."""
-    sizes: dict[tuple[bool, int], list[int]] = {}
+    sizes = dict[tuple[bool, int], list[int]]()
     for i in by_length(lengths):
         sizes.setdefault((warm[i], round_up(lengths[i])), []).append(i)
     return [

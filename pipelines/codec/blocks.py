@@ -303,7 +303,7 @@ def window_masks(
         keys = torch.cat(
             (positions[:, :1] + torch.arange(-earlier, 0, device=positions.device), positions), dim=1
         )
-    masks: list[tuple[slice, slice, Tensor]] = []
+    masks = list[tuple[slice, slice, Tensor]]()
     for start in range(0, steps, ATTENTION_STEPS):
         end = min(start + ATTENTION_STEPS, steps)
         seen = slice(max(0, start + earlier - window + 1), end + earlier)

@@ -87,7 +87,7 @@ class CausalDecoder(Decoder):
         self.stream_graphs: StreamGraphs | None = None
         self.state_graphs: BucketGraphs | None = None
         #: The last values that were made from codes, with these codes, by their identity.
-        self.made: dict[int, Made] = {}
+        self.made = dict[int, Made]()
 
     @property
     def shape(self) -> CodecShape:
@@ -172,7 +172,7 @@ class CausalDecoder(Decoder):
     def _launched(self, state: CodecState, codes: Tensor, last: bool) -> list[Samples]:
         """Starts the chunk of a stream without a row, in pieces of the graphs' sizes, so that the kernels are
         the same."""
-        waves: list[Tensor] = []
+        waves = list[Tensor]()
         for taken, filled in pieces(len(codes), last):
             part = codes[:taken]
             codes = codes[taken:]
@@ -336,7 +336,7 @@ class CausalDecoder(Decoder):
 
     def _after(self, codes: Sequence[Tensor]) -> dict[int, Made]:
         """The values of the states after codes, by their identity."""
-        found: dict[int, Made] = {}
+        found = dict[int, Made]()
         least = math.inf if self.alone or not self.reach else self.reach
         for item in codes:
             if len(item) < least:
@@ -380,7 +380,7 @@ class CausalDecoder(Decoder):
                 batch, None, [length * self.samples_per_frame for length in lengths] if ends else None
             )
         past = self._past(states or [], len(batch))
-        waves: list[Tensor] = []
+        waves = list[Tensor]()
         for part in batch.split(PASS_FRAMES, dim=1):
             waves.append(self.run(part, past))
             past = Past(past.after, past.positions + part.shape[1])

@@ -193,7 +193,7 @@ def pieces(frames: int, last: bool) -> tuple[tuple[int, int], ...]:
 
     Only the last chunk of a stream may be padded, since its state is not used afterwards.
     """
-    found: list[tuple[int, int]] = []
+    found = list[tuple[int, int]]()
     while frames:
         filled = next((size for size in FRAMES if size >= frames), None) if last else None
         size = filled or max(size for size in FRAMES if size <= frames)
@@ -232,11 +232,11 @@ class StreamGraphs(ChunkGraphs):
         read.
         """
         parts: list[list[Samples]] = [[] for _ in codes]
-        buffers: list[Buffer] = []
+        buffers = list[Buffer]()
         plans = [pieces(len(one), final) for one, final in zip(codes, last)]
         left = [one.numpy() for one in codes]
         for turn in range(max(map(len, plans), default=0)):
-            by_size: dict[int, list[int]] = {}
+            by_size = dict[int, list[int]]()
             for index, plan in enumerate(plans):
                 if turn < len(plan):
                     by_size.setdefault(plan[turn][1], []).append(index)

@@ -145,7 +145,7 @@ class Lane:
         self._waiting = deque[Job]()
         self.waiting_frames = 0
         #: Jobs of which a part is started; only the thread that starts groups uses them.
-        self._inside: list[Job] = []
+        self._inside = list[Job]()
         self._arrivals: deque[float] = deque(maxlen=QUIET_ARRIVALS + 1)
         self._started = 0
         self._wake = threading.Condition()
@@ -293,7 +293,7 @@ class StreamLane(Lane):
     def _take(self) -> list[Job]:
         """Removes the chunk with the earliest deadline, and chunks of other streams that can share its
         launch, in the order of their deadlines."""
-        first_chunks: dict[int, Job] = {}
+        first_chunks = dict[int, Job]()
         for job in self._waiting:
             first_chunks.setdefault(id(job.state), job)
         heads = sorted(first_chunks.values(), key=lambda job: job.deadline)
@@ -347,7 +347,7 @@ class UtteranceLane(Lane):
         """Removes the oldest utterances, up to a full batch."""
         full = self.gathering.frames
         small = self.gathering.beside_streams()
-        batch: list[Job] = []
+        batch = list[Job]()
         frames = 0
         while self._waiting and len(batch) < self._max_batch and frames < full:
             count = len(self._waiting[0].codes)

@@ -50,7 +50,7 @@ class Buckets(Generic[T]):
         """`unit`: the unit of sizes, for the log."""
         self.sizes = tuple(sorted(sizes))
         #: Captured graphs by size.
-        self.captured: dict[int, T] = {}
+        self.captured = dict[int, T]()
         self._unit = unit
         self._refused = set[int]()
         self._asked = Counter[int]()

@@ -7,8 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +35,7 @@ _CROWDED = 8
 _WHOLE_SHARE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
+class _Turn(NamedTuple):
     batch: list[tuple[Utterance, int]]
     pending: PendingFrames
     frames: int
@@ -223,7 +221,7 @@ class EngineCore:
                 log.warning(
                     "prompts could not be embedded together, and are embedded one by one", exc_info=True
                 )
-        placements: list[Placement] = []
+        placements = list[Placement]()
         for utterance, embeddings in zip(admitted, found, strict=True):
             request = utterance.request
             last = utterance.last
@@ -253,7 +251,7 @@ class EngineCore:
         if self.scheduler.prefixes.known and (adopted := self.scheduler.adopt_prefixes(among)):
             self.executor.state.write_pages([(one.slot, one.pages, 0) for one in adopted])
         chunks = self.scheduler.prefill(among, share)
-        runs: list[PrefillRun] = []
+        runs = list[PrefillRun]()
         for utterance, count in chunks:
             assert utterance.embeddings is not None, "they are kept until the prompt is prefilled"
             start = utterance.prefilled
@@ -264,7 +262,7 @@ class EngineCore:
                 utterance.embeddings = None
         # Chunks of one prompt read the pages that earlier chunks wrote, so they run one after another.
         while runs:
-            now: dict[int, PrefillRun] = {}
+            now = dict[int, PrefillRun]()
             later = [run for run in runs if now.setdefault(run.slot, run) is not run]
             self.executor.prefill(list(now.values()))
             runs = later

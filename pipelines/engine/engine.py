@@ -58,9 +58,9 @@ class Engine:
         self._dtype = type_name(executor.kv.k.dtype)
         #: New requests, the number of whole utterances among them, and calls for earlier requests, such as
         #: more text or a cancellation.
-        self._arrived: list[tuple[GenerationRequest, FrameReceiver]] = []
+        self._arrived = list[tuple[GenerationRequest, FrameReceiver]]()
         self._arrived_whole = 0
-        self._calls: list[Callable[[], None]] = []
+        self._calls = list[Callable[[], None]]()
         self._wake = threading.Condition(lock := threading.RLock())
         #: The callers that wait for a place in the waiting room, of which only as many wake as there are places.
         self._places = threading.Condition(lock)

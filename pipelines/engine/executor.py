@@ -4,9 +4,9 @@ which runs its frames."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,8 +64,7 @@ class EngineOptions:
     runaway_guard: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillRun:
+class PrefillRun(NamedTuple):
     """Embeddings [n, hidden] of one request's positions from `start` on."""
 
     slot: int
@@ -73,8 +72,7 @@ class PrefillRun:
     embeddings: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class FrameSettings:
+class FrameSettings(NamedTuple):
     """The longest context of a batch after this frame, and the flags of its samplers."""
 
     max_length: int
@@ -161,8 +159,7 @@ class FrameModel:
         return draw_frame(tensors, state.tensors, rows, hidden, settings.first, settings.residual, forced)
 
 
-@dataclass(frozen=True, slots=True)
-class FrameCodes:
+class FrameCodes(NamedTuple):
     """Frames on the host. codes: int64 [frames, rows, codebooks]; flags: uint8 [frames, rows] of `ENDED` and
     `NOT_FINITE`; log_probabilities: float32 [frames, rows] of codebook 0, see `kernels.sampler.log_probability`."""
 
@@ -259,7 +256,7 @@ class EagerExecutor(FrameExecutor):
         ]
         outputs = [
             self._model.frame(
-                part, replace(settings, max_length=settings.max_length + step), self.state, self.kv
+                part, settings._replace(max_length=settings.max_length + step), self.state, self.kv
             )
             for step in range(count)
             for part in rows

@@ -69,8 +69,8 @@ class GraphExecutor(FrameExecutor):
             self._log_probabilities = self._made[self._room : self._codes_from].view(torch.float32)
             self._codes = self._made[self._codes_from :].view(torch.int64).view(largest, model.codebooks)
         #: Free pinned buffers, each for one frame.
-        self._buffers: list[Tensor] = []
-        self._running: list[int] = []
+        self._buffers = list[Tensor]()
+        self._running = list[int]()
         priority = FRAME_PRIORITY if first_on_device else 0
         # A graph keeps the priority of the stream on which it was captured.
         self.pool = GraphPool()
@@ -100,7 +100,7 @@ class GraphExecutor(FrameExecutor):
         graph, _ = self.graphs.of(bucket, self._capture)
         self._write_rows([*slots, *[self.state.dead] * (bucket - len(slots))])
         size = self._codes_from + 8 * len(slots) * self._codes.shape[1]
-        used: list[Tensor] = []
+        used = list[Tensor]()
         for _ in range(count):
             graph.replay()
             buffer = (

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -78,8 +78,7 @@ _WIDE_ROOM = 32 << 30
 _SLOT_ROWS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryNeeds:
+class MemoryNeeds(NamedTuple):
     """The GPU memory that a model needs, in bytes."""
 
     #: Weights of the model and its codec, and tensors derived from them.

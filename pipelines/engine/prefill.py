@@ -4,7 +4,7 @@ if results must be reproducible."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,8 +43,7 @@ _USUAL = 2048
 SHAPES = ((8, 1, 0), (16, 2, 0), (8, 4, 0), (4, 4, 4), (4, 4, 8), (4, 4, 12))
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """A captured prefill and its inputs: embeddings [positions, hidden]; slot, start and count of each chunk
     (slot and count if padded), int64 [2 or 3, runs]."""
 
@@ -91,7 +90,7 @@ class PackedPrefills:
 
     def run(self, runs: Sequence[PrefillRun]) -> list[PrefillRun]:
         """Prefills runs. Returns, in order, those for which there is no memory for a graph."""
-        left: list[PrefillRun] = []
+        left = list[PrefillRun]()
         for group in self._groups(runs):
             # If a group is left, later groups are left too, since they may hold later pieces of its last run.
             positions = sum(len(run.embeddings) for run in group)
@@ -105,7 +104,7 @@ class PackedPrefills:
 
     def _groups(self, runs: Sequence[PrefillRun]) -> list[list[PrefillRun]]:
         """Divides runs into groups that fill rows, in order; the rest of a run goes to the next row."""
-        groups: list[list[PrefillRun]] = []
+        groups = list[list[PrefillRun]]()
         left = sum(len(run.embeddings) for run in runs)
         room = 0
         limit = 0
@@ -181,8 +180,8 @@ class PaddedPrefills:
 
     def run(self, runs: Sequence[PrefillRun]) -> list[PrefillRun]:
         """Prefills runs that fit a graph; returns the others."""
-        left: list[PrefillRun] = []
-        groups: dict[int, list[PrefillRun]] = {}
+        left = list[PrefillRun]()
+        groups = dict[int, list[PrefillRun]]()
         for run in runs:
             if (shape := self._shape_of(run)) is None:
                 left.append(run)

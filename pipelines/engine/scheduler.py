@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -41,8 +41,7 @@ class FrameReceiver(Protocol):
     def failed(self, error: NightjarError) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class PromptPrefix:
+class PromptPrefix(NamedTuple):
     """The first positions of a prompt, which other prompts can share."""
 
     #: A digest of everything that the embeddings of these positions depend on, such as token ids and codes.
@@ -85,7 +84,7 @@ class GenerationRequest:
 
         The last position of the prompt is in no prefix, since the first frame writes it.
         """
-        found: list[tuple[bytes, int]] = []
+        found = list[tuple[bytes, int]]()
         for prefix in self.prefixes:
             pages = min(prefix.length, len(self.prompt) - 1) // page_size
             if pages > (found[-1][1] if found else 0):
@@ -136,12 +135,12 @@ class PrefixCache:
     def __init__(self, kv: PagedKV) -> None:
         self._kv = kv
         #: By parent, content and number of pages.
-        self.known: dict[tuple[SharedPrefix | None, bytes, int], SharedPrefix] = {}
+        self.known = dict[tuple[SharedPrefix | None, bytes, int], SharedPrefix]()
         #: Prefixes without users, the least recently used first.
-        self._unused: dict[SharedPrefix, None] = {}
+        self._unused = dict[SharedPrefix, None]()
         self._unused_pages = 0
         #: Free pages that can hold NaN.
-        self._unclean: list[int] = []
+        self._unclean = list[int]()
 
     @property
     def free(self) -> int:
@@ -332,7 +331,7 @@ class Scheduler:
         #: Whole utterances and streams without a slot.
         self.waiting = deque[Utterance]()
         self.waiting_streams = deque[Utterance]()
-        self.running: list[Utterance] = []
+        self.running = list[Utterance]()
         #: Number of utterances in `waiting` that were preempted.
         self.preempted = 0
         self.limit = BatchLimit(slots)
@@ -362,7 +361,7 @@ class Scheduler:
 
     def admit(self) -> list[Utterance]:
         """Admits waiting whole utterances, in order, while there is room beside streams."""
-        admitted: list[Utterance] = []
+        admitted = list[Utterance]()
         room = self.free_whole_slots
         while self.waiting and len(admitted) < room and self._admit(self.waiting[0]):
             utterance = self.waiting.popleft()
@@ -372,7 +371,7 @@ class Scheduler:
 
     def admit_streams(self) -> list[Utterance]:
         """Admits waiting streams; preempts whole utterances, the youngest first, down to their minimum."""
-        admitted: list[Utterance] = []
+        admitted = list[Utterance]()
         while self.waiting_streams:
             whole = self.whole
             kept = min(self._kept_whole, len(whole) + len(self.waiting))
@@ -412,7 +411,7 @@ class Scheduler:
         No utterance waits for a prefix that another one is computing, because streams would then wait for
         whole utterances. The duplicated work is bounded by the budget of a turn.
         """
-        adopted: list[Utterance] = []
+        adopted = list[Utterance]()
         for utterance in among:
             if utterance.prefilled:
                 continue
@@ -447,7 +446,7 @@ class Scheduler:
         A chunk has the full chunk size, unless a prefix or the prompt ends before. So the results of a prompt do
         not depend on others, or on which request computed its prefixes.
         """
-        chunks: list[tuple[Utterance, int]] = []
+        chunks = list[tuple[Utterance, int]]()
         budget = self._options.prefill_tokens // share
         for utterance in among:
             at = utterance.prefilled
@@ -476,7 +475,7 @@ class Scheduler:
     def grow(self, batch: list[Utterance], frames: int) -> list[tuple[Utterance, list[int]]]:
         """Gives each utterance pages for `frames` more positions, preempting the youngest if needed. Returns
         (utterance, new pages)."""
-        grown: list[tuple[Utterance, list[int]]] = []
+        grown = list[tuple[Utterance, list[int]]]()
         size = self.kv.page_size
         for utterance in batch:
             missing = -(-(utterance.last + utterance.started + frames) // size) - len(utterance.pages)

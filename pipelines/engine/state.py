@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +32,7 @@ class SamplingParams:
     min_new_tokens: int = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """The values that a new request writes into its slot. `position` is the last position of its prompt, and
     `embedding` [hidden] the embedding there."""
 
@@ -100,17 +100,15 @@ class SlotState:
         #: For each slot: numbers of written entries of its page table and of its trailing text.
         self._used = [[0, 0] for _ in range(rows)]
         #: The state as the tensors that a frame takes; they share its memory.
-        self.tensors = StateTensors(
-            **{field.name: getattr(self, field.name) for field in fields(StateTensors)}
-        )
+        self.tensors = StateTensors(**{name: getattr(self, name) for name in StateTensors._fields})
 
     def place(self, placements: Sequence[Placement]) -> None:
         """Writes requests into their slots with one transfer, and a launch for each type of values."""
-        cells: list[IntArray] = []
-        values: list[IntArray] = []
-        integers: list[tuple[int, ...]] = []
-        floats: list[tuple[float, ...]] = []
-        flags: list[tuple[bool, bool]] = []
+        cells = list[IntArray]()
+        values = list[IntArray]()
+        integers = list[tuple[int, ...]]()
+        floats = list[tuple[float, ...]]()
+        flags = list[tuple[bool, bool]]()
         for one in placements:
             sampling = one.sampling
             trailing = one.trailing[: self.trailing.shape[1] - 1]

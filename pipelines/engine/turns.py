@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from pipelines.engine.buckets import bucket_of
 
@@ -75,8 +76,7 @@ class Playback:
         self.awaiting = False
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """The next turn: the indices of its streams, and whether it has batch work."""
 
     streams: list[int]

@@ -104,9 +104,9 @@ class EngineProcess:
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
         #: Requests that have not ended.
-        self._requests: dict[int, Listener] = {}
+        self._requests = dict[int, Listener]()
         #: Recordings of the requests that the child has not accepted.
-        self.recordings: dict[int, Sequence[Recording]] = {}
+        self.recordings = dict[int, Sequence[Recording]]()
         self.readers = DaemonThreads(_READING_THREADS, "recording")
         #: Whole utterances that the child's pipeline has not accepted.
         self._pending: set[int] = set()

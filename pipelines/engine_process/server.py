@@ -150,12 +150,12 @@ class EngineServer:
         #: Ends of whole utterances that are to be sent; None: the client closes the pipeline.
         self._answers: queue.SimpleQueue[tuple[int, Done | Failed] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._requests: dict[int, _Request] = {}
+        self._requests = dict[int, _Request]()
         self._feeder, self._starters = DaemonThreads(1, "feeder"), DaemonThreads(_STARTING_THREADS, "starter")
         self._cloners = DaemonThreads(CLONING_THREADS, "cloner")
         self._questions = itertools.count()
         #: Answers of the client that threads wait for.
-        self._asked: dict[int, Future[tuple[NDArray[Any], int]]] = {}
+        self._asked = dict[int, Future[tuple[NDArray[Any], int]]]()
         self._pipeline: Pipeline | None = None
 
     def run(self) -> int:

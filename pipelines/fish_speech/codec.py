@@ -185,7 +185,7 @@ class CodecEncoder:
         """float32 [B, samples] at the codec's rate -> int64 [B, frames, codebooks]; the last frame is padded
         with silence. Frames do not depend on later samples, such as those that pad a row."""
         z = self.latents(self.features(samples))
-        codes: list[Tensor] = []
+        codes = list[Tensor]()
         # Each codebook quantizes the residual of those before it.
         for codebook in self.codebooks:
             chosen, found = codebook.choose(z)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -251,7 +250,7 @@ def plan_sizes(
     check_executor(device, options.executor, options.reproducible, options.page_size, stacks)
     needs = memory_needs(config, dtype, options.page_size)
     if not options.decodes:
-        needs = replace(needs, decoded_frame=1)
+        needs = needs._replace(decoded_frame=1)
     return options.plan(
         needs, device, config.slow.max_positions, _CONTEXT, frame_seconds=1 / config.frames_per_second
     )

@@ -149,8 +149,8 @@ class Turns(Receiver):
         super().__init__(info, stage, listener)
         self._plan = info.plan
         self._columns = 0
-        self._parts: list[IntArray] = []
-        self._log_probabilities: list[FloatArray] = []
+        self._parts = list[IntArray]()
+        self._log_probabilities = list[FloatArray]()
 
     def tokens(self, ids: list[int], codes: IntArray | None) -> None:
         assert codes is not None

@@ -163,7 +163,7 @@ class Conversation:
     def __init__(self, vocabulary: Vocabulary, codebooks: int, references: Sequence[Reference] = ()) -> None:
         """Raises `InputError` (`input.unpronounceable`) for a reference text that contains a control token."""
         self._vocabulary = vocabulary
-        self._ids: list[int] = []
+        self._ids = list[int]()
         self._codes = [np.zeros((0, codebooks), np.int64)]
         self._add(_SYSTEM)
         if references:
@@ -216,7 +216,7 @@ def groups(text: str, max_bytes: int, max_turns: int) -> list[str]:
     """
     if not has_speaker(text):
         return [text]
-    found: list[list[str]] = []
+    found = list[list[str]]()
     for turn in turns(text):
         size = sum(len(part.encode()) for part in found[-1]) if found else 0
         if found and len(found[-1]) < max_turns and size + len(turn.encode()) <= max_bytes:

@@ -190,7 +190,7 @@ class HibariPipeline:
         self.info = EngineInfo(slots=count, waiting_room=self._room, device="cpu", dtype="float32")
         self._arrivals = itertools.count(1)
         #: Utterances whose next piece waits for a thread, and number of pieces that threads are making.
-        self._queue: list[Utterance] = []
+        self._queue = list[Utterance]()
         self._speaking = 0
         self._changed = threading.Condition()
         self._closed = False

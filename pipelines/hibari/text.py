@@ -148,7 +148,7 @@ class EnglishReader:
         `owners`: gets, for each id of the pieces other than the space, the index of its word in `words_of(text)`.
         `pronunciations`: the phonemes of words, which replace those of the voice.
         """
-        held: list[str] = []
+        held = list[str]()
         pronounced = False
         written = (number for number, word in enumerate(words_of(text)) for _ in readable(word).split())
         for sentence in self.voice.split_sentences(readable(text)):
@@ -180,7 +180,7 @@ class EnglishReader:
         words = sentence.split()
         own = list(islice(written, len(words)))
         #: The words as they are read, each with the number of its phonemes.
-        read: list[tuple[str, int]] = []
+        read = list[tuple[str, int]]()
         for part in self.voice.split_sentences(sentence):
             begun = False
             for token in self._g2p.tokens(_marked(part, pronunciations)):
@@ -285,7 +285,7 @@ def _in_pieces(words: Callable[[str], str | None], longest: int) -> Callable[[st
 def _between_words(phonemes: str) -> list[str]:
     """The phonemes in pieces of up to MAX_PHONEMES, split at the last possible space, or within a word if
     there is no space."""
-    pieces: list[str] = []
+    pieces = list[str]()
     while len(phonemes) > MAX_PHONEMES:
         cut = phonemes.rfind(" ", 1, MAX_PHONEMES + 1)
         cut = cut if cut > 0 else MAX_PHONEMES

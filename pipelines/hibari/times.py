@@ -74,8 +74,8 @@ class TimedVoice(Hibari):
         edges = np.cumsum([0.0, *frames]) * (seconds / frames.sum()) - _LEAD_SECONDS
         powers = frame_powers(samples, dsp.SR)
         heard = np.flatnonzero(powers > powers.max() * _HEARD_POWER)
-        words: dict[int, Word] = {}
-        phonemes: list[Word] = []
+        words = dict[int, Word]()
+        phonemes = list[Word]()
         held = ""
         begin = 0.0
 

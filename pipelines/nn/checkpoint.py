@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -189,7 +189,7 @@ class Checkpoint(TensorTable):
         else:
             raise bad_checkpoint(f"{folder} has neither {single} nor {index.name}.")
         self._contexts = ExitStack()
-        self._handles: dict[str, Any] = {}
+        self._handles = dict[str, Any]()
         for file in files:
             handle = self._contexts.enter_context(_opened(folder / file))
             self._handles |= dict.fromkeys(handle.keys(), handle)
@@ -249,7 +249,7 @@ def fill_module(
     `published`: patterns in our names -> the replacements that make them the names of the source, applied in
     order by `re.sub`. Weight norms that the module does not have are folded. Raises like the source.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors = dict[str, Tensor]()
     for name, empty in module.state_dict().items():
         place = name
         for ours, theirs in published.items():
@@ -287,8 +287,7 @@ def _shards(index: Path) -> set[str]:
     return set(table.values())
 
 
-@dataclass(frozen=True, slots=True)
-class StackWeights:
+class StackWeights(NamedTuple):
     """The tensors of a stack: its layers, and the final norm."""
 
     layers: tuple[Layer, ...]

@@ -210,7 +210,7 @@ def codec_identity(
 ) -> CodecIdentity:
     """The identity of a codec: the SHA-256 of its file; of several, that of their digests. Raises `ModelError`
     (`model.bad_checkpoint`)."""
-    digests: list[str] = []
+    digests = list[str]()
     for path in sorted(paths):
         try:
             with path.open("rb") as file:

@@ -167,7 +167,7 @@ def _code_table(config: CodecDecoderConfig, load: Loader) -> Tensor:
     size = config.codebook_size
     width = config.codebook_dim // 2
     dim = config.codebook_dim
-    tables: list[Tensor] = []
+    tables = list[Tensor]()
     for name, layers in (("rvq_first", 1), ("rvq_rest", config.num_quantizers - 1)):
         load(f"{name}.input_proj.weight", width, dim, 1)  # in the file, but only encoding uses it
         projection = load(f"{name}.output_proj.weight", dim, width, 1).squeeze(2)

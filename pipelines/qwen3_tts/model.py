@@ -173,7 +173,7 @@ class Qwen3TTSModel(FrameModel):
     def embed_all(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """Embeds prompts in their order, in groups of up to `EMBEDDED_POSITIONS` positions, with one set of launches
         for each group; a longer prompt has its own."""
-        groups: list[list[Prompt]] = []
+        groups = list[list[Prompt]]()
         room = 0
         for prompt in prompts:
             if len(prompt) > room:

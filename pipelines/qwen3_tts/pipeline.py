@@ -218,7 +218,7 @@ def engine_options(
     needs = memory_needs(config, dtype, options.page_size, positions, taken)
     frame = needs.decoded_frame if options.decodes else 1
     return options.plan(
-        replace(needs, slot=needs.slot + state, decoded_frame=frame),
+        needs._replace(slot=needs.slot + state, decoded_frame=frame),
         device,
         config.talker.max_positions,
         wide=wide,
@@ -503,7 +503,7 @@ class OpenText:
 
     def __post_init__(self) -> None:
         self._lock = threading.RLock()
-        self._ids: list[int] = []
+        self._ids = list[int]()
         self._begun: tuple[GenerationRequest, Handle] | None = None
         #: Whether the text or the stream has ended.
         self._complete = False

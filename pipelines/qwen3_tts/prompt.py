@@ -114,7 +114,7 @@ def build_prompt(
         *(() if task.text_open else (config.text_ids.tts_eos_token_id,)),
     ]
     reference = [ids.codec_bos_id] + [NONE] * frames
-    trailing: list[int] = []
+    trailing = list[int]()
     if text_first:
         text += body + [pad] * len(reference)
         first += [ids.codec_pad_id] * len(body)
@@ -280,7 +280,7 @@ class Frontend:
                 if (message.role, message.modality) == ("user", "text")
             )
             body = pieces(str(text), False)
-        instruct: list[int] = []
+        instruct = list[int]()
         if task.instruct and able.instruct:
             instruct = tokenizer.encode(f"<|im_start|>user\n{task.instruct}<|im_end|>\n")
         tokenized = TokenizedTask(

@@ -138,7 +138,7 @@ class SpeakerEncoder:
         )
         self._first = conv("blocks.0.conv", into, config.mel_dim, *first)
         #: Of each block: the convolutions of its Res2Net, those around it, and those of squeeze and excitation.
-        self._blocks: list[tuple[list[Conv], Conv, Conv, Conv, Conv]] = []
+        self._blocks = list[tuple[list[Conv], Conv, Conv, Conv, Conv]]()
         for number, (out, *sizes) in enumerate(middle, 1):
             at = f"blocks.{number}."
             part = out // config.enc_res2net_scale
@@ -250,7 +250,7 @@ class Quantizer:
         self._entry = Conv(load("input_proj.weight", width, sizes.hidden_size, 1), None)
         load("output_proj.weight", sizes.hidden_size, width, 1)  # in the file, but only decoding uses it
         #: A codebook for each step: [codes, width].
-        self._books: list[Tensor] = []
+        self._books = list[Tensor]()
         for number in range(count):
             book = load.at(f"layers.{number}.codebook.")
             book("initialized", 1)  # only training uses it

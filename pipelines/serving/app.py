@@ -52,7 +52,7 @@ def create_app(served: Sequence[ServedModel], failed: Callable[[], None]) -> ASG
         await cancel(*keeping)
 
     page = MetricsPage()
-    models: dict[str, Serving] = {}
+    models = dict[str, Serving]()
     for model in served:
         one = Serving(
             model, model.options, model.admission, ServerMetrics(model, page), Voices(model), models

@@ -62,9 +62,9 @@ class Connections:
         self._clock = clock
         self._open = set[Connection]()
         #: Connections that have not sent a complete request, in the order in which they opened.
-        self._without_request: dict[Connection, None] = {}
+        self._without_request = dict[Connection, None]()
         #: Connections that are idle after an answer; those that are idle for the longest time come first.
-        self._idle: dict[Connection, None] = {}
+        self._idle = dict[Connection, None]()
         self._logged_at = -float("inf")
         self._unlogged = 0
 

@@ -298,7 +298,7 @@ class ContextSocket:
         self.serving = speech.serving
         self._options = speech.serving.options
         self._asgi_send = send
-        self.contexts: dict[str, Context] = {}
+        self.contexts = dict[str, Context]()
         #: The code and the reason of the end, which follows the last context.
         self.closing: tuple[int, str] | None = None
         self._set_idle: Callable[[bool], None] = scope[SET_IDLE]

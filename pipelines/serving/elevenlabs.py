@@ -66,7 +66,7 @@ class MultiStreamSocket(ContextSocket):
             raise bad_request(message, "invalid_value", "output_format")
         self._absolute = handshake.sync_alignment
         #: The end of the times that were sent of each context, in seconds.
-        self._ends: dict[str | None, float] = {}
+        self._ends = dict[str | None, float]()
         given = {
             "context_id": _CONTEXT,
             "transcript": "a",
@@ -139,8 +139,8 @@ class StreamInputSocket(MultiStreamSocket):
 def alignment(words: list[str], start: list[float], end: list[float], begin_seconds: float) -> JsonObject:
     """When each character of words, and of the spaces after them, begins, and how long it takes, in whole
     milliseconds since `begin_seconds`. The time of a word is divided equally."""
-    chars: list[str] = []
-    starts: list[int] = []
+    chars = list[str]()
+    starts = list[int]()
     for word, since, until, after in zip(words, start, end, [*words[1:], ""]):
         letters = [*word, *" " * are_spaced(word, after)]
         chars += letters

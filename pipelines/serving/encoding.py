@@ -168,7 +168,7 @@ class FileStream(PcmStream):
         self._pipe = _Pipe(without_first=is_mp3)
         container, subtype = CONTAINERS[kind]
         # Without the table, players compute the length from the bit rate, so it must be constant.
-        steady: dict[str, Any] = {}
+        steady = dict[str, Any]()
         if is_mp3:
             steady = {"bitrate_mode": "CONSTANT", "compression_level": _MP3_LEVEL}
             self._delay = _MP3_DELAY

@@ -72,7 +72,7 @@ class MetricsPage(Collector):
             buckets=_SECONDS,
         )
         #: The metrics of each model by its first name.
-        self.models: dict[str, ServerMetrics] = {}
+        self.models = dict[str, ServerMetrics]()
 
     def answered(self, path: str, status: int, seconds: float) -> str:
         """Counts an answer; returns its label `route`."""
@@ -83,7 +83,7 @@ class MetricsPage(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield from self._registry.collect()
-        families: dict[str, Metric] = {}
+        families = dict[str, Metric]()
         for name, metrics in self.models.items():
             for family in metrics.registry.collect():
                 samples = family.samples

@@ -92,7 +92,7 @@ class RequestMiddleware:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the app's answer, or the error. Contexts of a WebSocket take their own slots."""
-        permits: list[Permit] = []
+        permits = list[Permit]()
         body = LimitedBody(receive, self._memory, self._options.body_seconds)
         is_http = scope["type"] == "http"
         try:

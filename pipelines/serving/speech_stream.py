@@ -88,7 +88,7 @@ class SpeechStreamSocket(ContextSocket):
         #: Utterances are spoken one after the other.
         self.turn = asyncio.Lock()
         #: Utterances by the names of their contexts.
-        self._spoken: dict[str, _Utterance] = {}
+        self._spoken = dict[str, _Utterance]()
 
     async def handle(self, given: JsonObject) -> None:
         kind = given.get("type")

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -63,8 +63,7 @@ class Serving:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class SpeechPiece:
+class SpeechPiece(NamedTuple):
     """Encoded speech, and the words and phonemes that end in it, by the time since the answer's beginning."""
 
     data: bytes
@@ -152,8 +151,7 @@ def event(view: object) -> bytes:
     return b"data: " + msgspec.json.encode(view) + b"\n\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """The head of an answer, sent with its first bytes."""
 
     media_type: str

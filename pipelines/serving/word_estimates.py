@@ -37,14 +37,14 @@ class WordEstimates:
         self._frame_count = 0
         self._units_per_second = UNITS_PER_SECOND
         self._text = ""
-        self._words: list[str] = []
+        self._words = list[str]()
         #: The units from the beginning of the text to the end of each word; the first one is 0.
         self._ends = [0.0]
         #: Words before the last pause at a mark, and words that were yielded.
         self._passed = 0
         self._yielded = 0
         #: Numbers of the frames with sound since that pause.
-        self._sounding: list[int] = []
+        self._sounding = list[int]()
 
     def add(self, samples: Samples, text: str, final: bool) -> Iterator[Word]:
         """Adds float32 [samples]. Yields the words that end in the audio so far; with `final` all that are

@@ -310,7 +310,7 @@ class BiCodecDecoder(Decoder):
     def decode_chunk(self, states: Sequence[Voice], codes: Sequence[Tensor]) -> list[Tensor]:
         """Adds the next tokens of streams. Returns the audio of tokens that are followed by enough later
         ones."""
-        ready: list[tuple[int, int, int]] = []
+        ready = list[tuple[int, int, int]]()
         for at, (state, new) in enumerate(zip(states, codes)):
             state.semantic += new[:, 0].tolist()
             end = len(state.semantic) - (RIGHT_TOKENS if len(new) else 0)
@@ -337,7 +337,7 @@ class BiCodecDecoder(Decoder):
     def _decode(self, semantic: list[Tensor], voices: list[Tensor]) -> list[Tensor]:
         if self._alone:
             return [self.codec.decode([row], [voice])[0] for row, voice in zip(semantic, voices)]
-        waves: dict[int, Tensor] = {}
+        waves = dict[int, Tensor]()
         for batch in longest_first([len(row) for row in semantic], BATCH_TOKENS):
             longest = -(-len(semantic[batch[0]]) // LENGTH_STEP) * LENGTH_STEP
             made = self.codec.decode(

@@ -85,7 +85,7 @@ class SparkStreamer(Streamer):
     def __init__(self, info: SparkRequestInfo, stage: CodecStage, listener: Listener) -> None:
         super().__init__(info, stage, listener)
         self._request = info
-        self._ids: list[int] = []
+        self._ids = list[int]()
         self._left = info.max_semantic
 
     def frames_of(self, ids: list[int], codes: IntArray | None) -> IntArray:

@@ -165,7 +165,7 @@ class ReferenceEncoder:
     def encode(self, samples: Samples, with_semantic: bool = True) -> Reference:
         """The tokens of a recording [samples] at the model's rate and volume."""
         voice = self._batches(self.clips, reference_clip(samples, self.config.clip_samples))
-        semantic: list[int] = []
+        semantic = list[int]()
         if with_semantic:
             made = self._batches(self.semantic, self.features.values(samples)).result()
             semantic = made[: self.features.steps(len(samples))].tolist()

@@ -74,7 +74,7 @@ class Res2Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         *parts, passing = x.chunk(_GROUPS, dim=1)
-        made: list[Tensor] = []
+        made = list[Tensor]()
         for part, conv, bn in zip(parts, self.convs, self.bns):
             made.append(bn(torch.relu(conv(part + made[-1] if made else part))))
         return torch.cat([*made, passing], dim=1)

@@ -172,8 +172,8 @@ class FusedWave:
 def _block(block: UpBlock, after: Reader, dtype: torch.dtype) -> FusedBlock:
     parts: Any = block.block
     _, up, *units = parts
-    readers: list[Reader] = []
-    made: list[UnitParts] = []
+    readers = list[Reader]()
+    made = list[UnitParts]()
     for unit in units:
         first, wide, inner, narrow = unit.block
         readers.append(Reader(first.fused(), margin=wide.padding[0]))

@@ -136,7 +136,7 @@ class XcodecDecoder(Decoder):
         """Codes [frames, streams] each -> float32 samples each."""
         if self.codec.device.type == "cpu":
             return [self.codec(row[None])[0].float() for row in codes]
-        made: dict[int, Tensor] = {}
+        made = dict[int, Tensor]()
         for batch in longest_first([len(row) for row in codes], BATCH_FRAMES):
             made.update(zip(batch, self.decode_padded([codes[index] for index in batch])))
         return [made[index] for index in range(len(codes))]

@@ -23,8 +23,7 @@ from pipelines.tokens import TokenPrompt, TokenRequest, TokenSampling
 from pipelines.vllm_engine.library import PRIVATE, Half, ModelSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """Ids of a prompt. Audio is its marker, then the marker once for each feature; features replace these."""
 
     ids: list[int]
@@ -81,7 +80,7 @@ def build_prompt(
     special = config.specials
     roles = {"system": special.system, "user": special.user, "assistant": special.assistant}
     ids = [special.bos]
-    features: list[tuple[int, int]] = []
+    features = list[tuple[int, int]]()
     counts = iter(feature_counts)
     for message in messages:
         ids.append(roles[message.role])
@@ -205,8 +204,7 @@ End = Literal["eos", "eot", "length"]
 _ENDS: tuple[End, ...] = ("eos", "eot", "length")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelOutput:
+class ModelOutput(NamedTuple):
     """Stream-0 ids with the markers and the end, as the published model writes them, and the rows of
     audio."""
 

@@ -319,7 +319,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
     def _features(self, messages: list[Message]) -> tuple[list[Tensor], str | None]:
         """Features of every recording, in order, and a digest of the recordings. Raises `InputError` for
         audio that this model cannot use."""
-        features: list[Tensor] = []
+        features = list[Tensor]()
         digest = hashlib.sha256()
         for message in messages:
             if message.modality != "audio":

@@ -10,9 +10,8 @@ guidance to pairs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,8 +37,7 @@ _CANDIDATES = 64
 _GREEDY = StreamSampling(0.0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
+class _Settings(NamedTuple):
     """The sampling settings of a running request, and its half if it belongs to a pair."""
 
     text: StreamSampling = _GREEDY
@@ -78,7 +76,7 @@ class SpeechLmState(FrameState):
         self._settings = [_Settings()] * slots
         #: For each slot whose prompt is not computed beyond its recordings: (first position, rows [n,
         #: hidden]) of each recording.
-        self._features: dict[int, list[tuple[int, Tensor]]] = {}
+        self._features = dict[int, list[tuple[int, Tensor]]]()
 
     def admit(self, slot: int, prompt: list[int], written: int, sampling: Any) -> None:
         extra = sampling.extra_args or {}
@@ -251,7 +249,7 @@ class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Loads the decoder's tensors; vLLM does not run the tower and the codec."""
-        held: dict[str, Tensor] = {}
+        held = dict[str, Tensor]()
 
         def decoder() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ from pipelines.engine.buckets import bucket_of, buckets_for
 from pipelines.engine.state import PagedKV, SlotState
 
 
-@dataclass(frozen=True, slots=True)
-class _Bucket:
+class _Bucket(NamedTuple):
     """One batch size: the function that draws its frame, its inputs (states, slots), its codes, and the
     function that holds the graph's memory."""
 
@@ -39,7 +38,7 @@ class EngineFrames:
         self._graphed = graphed
         self._device = tensors.head.device
         self._buckets = buckets_for(state.slots) if self._device.type == "cuda" else ()
-        self._made: dict[int, _Bucket] = {}
+        self._made = dict[int, _Bucket]()
         self._pool = GraphPool()
 
     def capture(self) -> None:

@@ -10,8 +10,7 @@ embeds and draws frames; `EngineFrameState` draws them as the engine `native` do
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +32,7 @@ from pipelines.vllm_engine.library import CODE_SPAN
 _KEPT = 4
 
 
-@dataclass(frozen=True, slots=True)
-class FrameStep:
+class FrameStep(NamedTuple):
     """The rows of one step that have logits, one per request in the order of the batch; `_host`: copies on
     the host."""
 
@@ -87,7 +85,7 @@ class FrameState(DefaultModelState):
         self._embeds = torch.zeros(
             self.max_num_tokens, self.inputs_embeds_size, dtype=self.dtype, device=device
         )
-        self._slots: dict[str, int] = {}
+        self._slots = dict[str, int]()
         self._starts = np.zeros(slots, dtype=np.int64)
         self._ends = np.zeros(slots, dtype=np.int64)
         self._kept = OrderedDict[str, Tensor]()

@@ -232,7 +232,7 @@ class VllmHost:
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         #: Running and waiting sequences.
-        self._tasks: dict[TokenRequest, asyncio.Task[Tokens]] = {}
+        self._tasks = dict[TokenRequest, asyncio.Task[Tokens]]()
         #: Numbers of accepted sequences that have not ended, and of ended ones.
         self._taken = self._done = 0
         self._closing = False
@@ -406,8 +406,8 @@ class VllmHost:
             await self._llm.abort(shadow)
 
     async def _collect(self, name: str, request: TokenRequest, receiver: Receiver) -> Tokens:
-        ids: list[int] = []
-        codes: list[IntArray] = []
+        ids = list[int]()
+        codes = list[IntArray]()
         finish = None
         async for output in self._llm.generate(*self._generate_arguments(request, receiver.streamed), name):
             part = output.outputs[0]

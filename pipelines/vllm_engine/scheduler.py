@@ -56,7 +56,7 @@ class _Grouped:
         #: New sequences with a slot at the last check.
         self._ready = 0
         #: The halves of every pair by its name, the main one first; a single half waits for the other.
-        self._pairs: dict[str, list[Any]] = {}
+        self._pairs = dict[str, list[Any]]()
 
     def add_request(self, request: Any) -> None:
         extra = request_extra(request)
@@ -151,7 +151,7 @@ class _Grouped:
         slots = self.max_num_running_reqs - len(self.running)
         tokens = self.max_num_scheduled_tokens - sum(map(_left, self.running))
         free = self.kv_cache_manager.block_pool.get_num_free_blocks() - self._blocks_needed(self.running)
-        entering: list[list[Any]] = []
+        entering = list[list[Any]]()
         for pair in waiting:
             blocks = self._blocks_needed(pair)
             if blocks > free and not self.running and not entering:

@@ -112,7 +112,7 @@ def test_frames_whose_norms_are_parts_of_products_draw_the_codes_of_the_twin(
     monkeypatch.setattr(lm_products, "tile_config", lambda *_: None)
     monkeypatch.setattr(lm_products, "product", product_with_norms)
     shape = dataclasses.replace(TINY_TALKER, hidden=64, layers=2, predictor_layers=2)
-    plan = dataclasses.replace(PLAN, products=True)
+    plan = PLAN._replace(products=True)
     assert lm_checks.check_frame(
         Maker(DEVICE, torch.float32, seed=4), shape, BATCH, plan, "tiny", exact=True, longest_context=LONGEST
     )
@@ -140,7 +140,7 @@ def test_frames_on_wide_swiglu_draw_the_codes_of_the_twin(
     monkeypatch.setattr(lm_frame, "processors", lambda _: 132)
     monkeypatch.setattr(lm_products, "fills", fills)
     monkeypatch.setattr(lm_products, "swiglu", swiglu)
-    plan = dataclasses.replace(PLAN, skinny=False, wide_swiglu=True)
+    plan = PLAN._replace(skinny=False, wide_swiglu=True)
     assert lm_checks.check_frame(
         Maker(DEVICE, torch.float32, seed=4), shape, BATCH, plan, "tiny", exact=True, longest_context=LONGEST
     )
@@ -208,7 +208,7 @@ def test_frames_on_residual_products_draw_the_codes_of_the_twin(
         return norm(self, *given, **how)
 
     monkeypatch.setattr(FusedFrame, "_added_norm", added_norm)
-    plan = dataclasses.replace(PLAN, pdl=False, skinny=False, residual_products=True)
+    plan = PLAN._replace(pdl=False, skinny=False, residual_products=True)
     maker = Maker(DEVICE, torch.float32, seed=4)
     assert lm_checks.check_frame(
         maker, shape, BATCH, plan, "tiny", exact=True, frames=1, longest_context=LONGEST

@@ -65,7 +65,7 @@ def test_float32_frames_draw_the_codes_of_the_twin(splits: int) -> None:
         (LARGE, 6, plan_for(8)),
         (LARGE, 29, plan_for(32)),
         *(
-            (FEW, batch, dataclasses.replace(plan_for(batch), products=products))
+            (FEW, batch, plan_for(batch)._replace(products=products))
             for batch in (32, 33, 62, 64)
             for products in (False, True)
         ),

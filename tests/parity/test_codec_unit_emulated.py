@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -86,7 +85,7 @@ def test_the_op_takes_the_kernel_where_weights_are_packed_and_tensors_aligned(
     gpus.capability = (8, 0)
     unit, launched = Unit(2, 70, 3), list[int]()
     monkeypatch.setattr(codec_launch, "on_grid", lambda *_: lambda *given, **_: launched.append(len(given)))
-    monkeypatch.setitem(codec_cuda.TILE_CONFIGS, 192, replace(codec_cuda.TILE_CONFIGS[192], fewest_steps=140))
+    monkeypatch.setitem(codec_cuda.TILE_CONFIGS, 192, codec_cuda.TILE_CONFIGS[192]._replace(fewest_steps=140))
     t, made = unit.tensors(config.channels), unit.made(config)
 
     def op(a: Tensor, packed: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -103,7 +102,7 @@ def test_the_op_takes_the_kernel_where_weights_are_packed_and_tensors_aligned(
     op(t["a"], None)
     op(off, unit.packed(config))
     assert len(launched) == 2
-    monkeypatch.setitem(codec_cuda.TILE_CONFIGS, 192, replace(codec_cuda.TILE_CONFIGS[192], fewest_steps=141))
+    monkeypatch.setitem(codec_cuda.TILE_CONFIGS, 192, codec_cuda.TILE_CONFIGS[192]._replace(fewest_steps=141))
     op(t["a"], unit.packed(config))
     assert len(launched) == 2 + (config.channels == 192)
 

@@ -36,7 +36,7 @@ def demand(name: str, value: float, bound: float) -> dict[str, float | str]:
 
 def clone_state(state: StateTensors) -> StateTensors:
     """A copy that a second implementation may advance."""
-    names = [name for name in StateTensors.__slots__ if isinstance(getattr(state, name), Tensor)]
+    names = [name for name in StateTensors._fields if isinstance(getattr(state, name), Tensor)]
     copies = {name: getattr(state, name).clone() for name in names}
     return StateTensors(**copies, first=state.first, residual=state.residual, dead=state.dead)
 
@@ -207,28 +207,27 @@ def widened(weights: FrameTensors) -> FrameTensors:
     """The same weights in float32."""
 
     def layer(one: Layer) -> Layer:
-        tensors = {name: getattr(one, name) for name in Layer.__slots__}
+        tensors = {name: getattr(one, name) for name in Layer._fields}
         return Layer(**{name: None if tensor is None else tensor.float() for name, tensor in tensors.items()})
 
     def stack(s: StackTensors) -> StackTensors:
-        return dataclasses.replace(
-            s, layers=[layer(one) for one in s.layers], norm=s.norm.float(), rope_table=s.rope_table.float()
+        return s._replace(
+            layers=[layer(one) for one in s.layers], norm=s.norm.float(), rope_table=s.rope_table.float()
         )
 
     depth, feedback = weights.depth, weights.feedback
     if depth is not None:
         project = None if depth.project is None else (depth.project[0].float(), depth.project[1].float())
-        depth = dataclasses.replace(
-            depth,
+        depth = depth._replace(
             stack=stack(depth.stack),
             heads=depth.heads.float(),
             inputs=depth.inputs.float(),
             project=project,
         )
     text = None if feedback.text is None else feedback.text.float()
-    feedback = dataclasses.replace(feedback, table=feedback.table.float(), text=text)
-    return dataclasses.replace(
-        weights, backbone=stack(weights.backbone), head=weights.head.float(), feedback=feedback, depth=depth
+    feedback = feedback._replace(table=feedback.table.float(), text=text)
+    return weights._replace(
+        backbone=stack(weights.backbone), head=weights.head.float(), feedback=feedback, depth=depth
     )
 
 
@@ -275,7 +274,7 @@ def check_frame(
     k, v = maker.caches(shape, pages, 16)
     twin, wide = (
         clone_state(state),
-        dataclasses.replace(clone_state(state), inputs=state.inputs.float().clone()),
+        clone_state(state)._replace(inputs=state.inputs.float().clone()),
     )
     k2, v2, k3, v3 = k.clone(), v.clone(), k.float().clone(), v.float().clone()
     rows = torch.cat((torch.randperm(batch, device=device), torch.tensor([batch, batch], device=device)))

@@ -224,8 +224,8 @@ def case(
 
 
 def copied(state: StateTensors) -> StateTensors:
-    return replace(
-        state, inputs=state.inputs.clone(), positions=state.positions.clone(), frames=state.frames.clone()
+    return state._replace(
+        inputs=state.inputs.clone(), positions=state.positions.clone(), frames=state.frames.clone()
     )
 
 
@@ -248,7 +248,7 @@ def twin(one: Case, forced: Tensor | None = None) -> tuple[Made, Tensor]:
     assert depth is not None
     noise = frame_noise(state.seeds[rows], state.frames[rows], one.weights.codebooks)
     settings = state.residual.rows(rows)
-    bare = replace(depth, project=None)  # the states are given as the projection left them
+    bare = depth._replace(project=None)  # the states are given as the projection left them
     codes, finite, logits = depth_frame(
         bare, one.hidden, one.first, noise[:, 1:], settings, ANY_DRAWS, forced=forced
     )

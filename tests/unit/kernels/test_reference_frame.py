@@ -4,7 +4,6 @@ rows that are never drawn."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -97,8 +96,8 @@ def test_a_code_leaves_the_window() -> None:
     seeds = torch.arange(200)
     again = []
     for seed in seeds.tolist():
-        one = replace(
-            state, frames=state.frames.clone(), recent=state.recent.clone(), seeds=torch.tensor([seed, 0])
+        one = state._replace(
+            frames=state.frames.clone(), recent=state.recent.clone(), seeds=torch.tensor([seed, 0])
         )
         codes, _ = frames_of(model, one, 1)
         again.append(int(codes[0, 0]))

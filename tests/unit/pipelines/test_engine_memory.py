@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -84,8 +83,8 @@ def test_the_table_of_slots_is_what_the_arithmetic_says(tmp_path: Path) -> None:
     fewer = []
     for size in ("0b6", "1b7"):
         plain = published_needs(tmp_path, size)
-        packed = replace(
-            plain, weights=plain.weights + packed_needs(Qwen3TTSConfig.from_folder(tmp_path), torch.bfloat16)
+        packed = plain._replace(
+            weights=plain.weights + packed_needs(Qwen3TTSConfig.from_folder(tmp_path), torch.bfloat16)
         )
         fewer.append(planned(141, plain).pages - planned(141, packed).pages)
     assert (

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Container, Sequence
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -374,4 +373,4 @@ def test_places_of_tokens() -> None:
     assert positions.tolist() == [6, 7, 8, 9, 0, 1, 2, 0, 0, 0]
     assert pages.tolist() == [7, 7, 8, 8, 4, 4, 4, 0, 0, 0]
     assert offsets.tolist() == [6, 7, 0, 1, 0, 1, 2, 0, 0, 0]
-    assert replace(prompts, counts=torch.tensor([0, 0, 0])).places(2, PAGE, 3)[1].tolist() == [3, 3]
+    assert prompts._replace(counts=torch.tensor([0, 0, 0])).places(2, PAGE, 3)[1].tolist() == [3, 3]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -98,7 +97,7 @@ def test_nothing_of_an_earlier_owner_is_left(together: bool) -> None:
 def test_codes_of_prompts_are_known_and_the_window_is_empty() -> None:
     made = SlotState(SLOTS, HIDDEN, VOCAB, PAGES, 0, 0, torch.float32, CPU, window=3)
     made.recent.fill_(5)
-    made.place([replace(placement(4, 7, 2, 0), drawn=[2, 9, 2]), placement(1, 3, 1, 0)])
+    made.place([placement(4, 7, 2, 0)._replace(drawn=[2, 9, 2]), placement(1, 3, 1, 0)])
     assert made.seen[4].nonzero().flatten().tolist() == [2, 9]
     assert not made.seen[[0, 1, 2, 3, 5]].any(), "other slots know nothing of them"
     assert made.recent[[1, 4]].unique().tolist() == [-1]
