@@ -76,8 +76,7 @@ def read(
             made.add_argument(option, action="store_true")
         elif isinstance(default, list | type):
             kind, values = (type(default[0]), default) if isinstance(default, list) else (default, [])
-            several = lambda text, kind=kind: [kind(one) for one in text.split(",")]  # noqa: E731
-            made.add_argument(option, nargs="*", type=several, default=[values])
+            made.add_argument(option, nargs="*", type=_several(kind), default=[values])
             lists.append(name)
         else:
             made.add_argument(option, type=str if default is None else type(default), default=default)
@@ -88,6 +87,14 @@ def read(
         if unknown := [one for one in getattr(found, name) if one not in values]:
             made.error(f"--{name} has no {', '.join(unknown)}: {', '.join(values)}")
     return found
+
+
+def _several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    def values(text: str) -> list[Any]:
+        return [kind(one) for one in text.split(",")]
+
+    values.__name__ = kind.__name__  # argparse prints it
+    return values
 
 
 def environment_with(*places: str | Path) -> dict[str, str]:

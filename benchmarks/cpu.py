@@ -23,6 +23,7 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -54,7 +55,7 @@ from jobs.settings import load_settings
 from jobs.store import open_store
 from jobs.where import parse_where
 from pipelines.duration import Pace, text_units
-from pipelines.errors import ErrorCode, NotFoundError
+from pipelines.errors import ErrorCode, NightjarError, NotFoundError
 from pipelines.request import CodecIdentity, Word
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ KINDS: dict[str, tuple[tuple[str, ...], dict[str, dict[str, Any]]]] = {
     ),
     "timed": (("audio", "words"), {name: {} for name in ("ctm", "textgrid", "srt", "vtt")}),
 }  # fmt: skip
+FORMATS = sorted({name.partition(",")[0] for _, exports in KINDS.values() for name in exports})
 #: A voice with fewer items has no pace of its own.
 LEAST_ITEMS = 30
 #: Of one voice; more items would change little and cost the square of their number.
@@ -420,22 +422,30 @@ def exports(figures: Figures, folder: Path, options: Any) -> None:
                 figures.value(f"speed of {name}, {items:,} items of {kind}", written / seconds, "items/s")
 
 
+def print_paces(job: str, home: str | None) -> None:
+    settings = settings_for_job(job, home)
+    with closing(Ledger.of(settings)) as ledger:
+        found = ledger.find_job(job)
+        items = audio_items(ledger, open_store(found.store_url, settings.s3), found.id)
+        print(as_toml(learned_paces(found, items)))
+
+
 def main() -> int:
     made = parser(__doc__, "")
     made.add_argument("part", choices=PARTS)
     made.add_argument("job", nargs="?", help="of `paces`")
     options = read(
         made, lines=1_000_000, items=int, postgres=os.environ.get("BENCH_POSTGRES", ""), kinds=[*KINDS], formats=str,
-        kept="", home="", known={"kinds": KINDS},
+        kept="", home="", known={"kinds": KINDS, "formats": FORMATS},
     )  # fmt: skip
     if options.part == "paces":
         if not options.job:
             made.error("paces takes a job")
-        settings = settings_for_job(options.job, options.home or None)
-        with closing(Ledger.of(settings)) as ledger:
-            found = ledger.find_job(options.job)
-            items = audio_items(ledger, open_store(found.store_url, settings.s3), found.id)
-            print(as_toml(learned_paces(found, items)))
+        try:
+            print_paces(options.job, options.home or None)
+        except NightjarError as error:
+            print(error, file=sys.stderr)
+            return 2
         return 0
     figures = Figures(options)
     with tempfile.TemporaryDirectory(prefix="nightjar-bench-") as name:
