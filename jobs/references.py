@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +35,7 @@ class ReferenceAudio(NamedTuple):
     ext: str
 
 
+@dataclass
 class ReferenceReader:
     """Reads the audio of the messages of one input: a path below an allowed folder, or an address in the store.
 
@@ -41,25 +43,21 @@ class ReferenceReader:
     never fetched.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        roots: Sequence[Path],
-        store: ObjectStore,
-        check: Callable[[bytes], object] | None = None,
-    ) -> None:
-        """`check` raises `InputError` for audio that the model cannot use."""
-        self._check = check
-        self._folder = folder
-        self._roots = [Path(os.path.realpath(root)) for root in (roots or [folder])]
-        self._store = store
+    folder: Path
+    roots: Sequence[Path]
+    store: ObjectStore
+    #: Raises `InputError` for audio that the model cannot use.
+    check: Callable[[bytes], object] | None = None
+
+    def __post_init__(self) -> None:
+        self.roots = [Path(os.path.realpath(root)) for root in (self.roots or [self.folder])]
 
     def locate(self, content: str) -> str:
         """The address of the audio: the real path of a file, or the address in the store.
 
         Raises `input.audio_forbidden`.
         """
-        if content.startswith(f"{self._store.url}/"):
+        if content.startswith(f"{self.store.url}/"):
             return content
         if _URL.match(content):
             raise InputError(
@@ -68,10 +66,10 @@ class ReferenceReader:
                 "Use a path below the input's folder or below `audio_roots`.",
             )
         try:
-            path = Path(os.path.realpath(self._folder / content))
+            path = Path(os.path.realpath(self.folder / content))
         except (OSError, ValueError) as error:
             raise _missing(content) from error
-        if not any(path.is_relative_to(root) for root in self._roots):
+        if not any(path.is_relative_to(root) for root in self.roots):
             raise InputError(
                 ErrorCode.INPUT_AUDIO_FORBIDDEN,
                 f"The audio {printable(content, 200)!r} is outside the allowed folders.",
@@ -86,12 +84,12 @@ class ReferenceReader:
         `input.too_long`; `StoreError` if the store fails.
         """
         address = self.locate(content)
-        inside = f"{self._store.url}/"
+        inside = f"{self.store.url}/"
         if address.startswith(inside):
-            data = _read_object(self._store, address.removeprefix(inside), content)
+            data = _read_object(self.store, address.removeprefix(inside), content)
         else:
             data = _read_file(address, content)
-        return checked_audio(data, _named(content), self._check)
+        return checked_audio(data, _named(content), self.check)
 
     def keys(self, keep: Callable[[ReferenceAudio], str]) -> Callable[[str], str]:
         """Returns a function that maps the content of an audio message to the result of `keep` for its audio,

@@ -15,6 +15,7 @@ import tempfile
 import zlib
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Literal, NamedTuple, cast
@@ -101,19 +102,22 @@ class LineBatch(NamedTuple):
     lines: Sequence[Record]
 
 
+@dataclass(eq=False)
 class Source:
     """An input that can be read more than once. Made by `open_source`."""
 
-    def __init__(self, files: Sequence[BinaryIO], uri: str, folder: Path) -> None:
+    #: All files, of which only a dataset of Hugging Face has several.
+    files: Sequence[BinaryIO]
+    #: An absolute path, `-`, or an `s3://` address.
+    uri: str
+    #: The folder to which paths in the lines are relative.
+    folder: Path
+
+    def __post_init__(self) -> None:
+        files = self.files
         #: The open file, not decompressed, for formats without lines.
         self.file = files[0]
-        #: All files, of which only a dataset of Hugging Face has several.
-        self.files = files
-        #: An absolute path, `-`, or an `s3://` address.
-        self.uri = uri
-        #: The folder to which paths in the lines are relative.
-        self.folder = folder
-        with input_errors(uri):
+        with input_errors(self.uri):
             self._identity = self._stat()
             self.bytes = sum(size for size, _ in self._identity)
             for one in files:

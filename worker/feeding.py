@@ -25,7 +25,7 @@ from worker.leases import MAX_REREADS, Clock, HeldLease
 FOLDER_SHARDS, S3_SHARDS = 2, 16
 
 
-@dataclass(eq=False)
+@dataclass
 class RequestBuilder:
     """Builds the requests of one lease."""
 

@@ -125,19 +125,21 @@ class HeldLease:
             pause_seconds = min(pause_seconds * 2, LONGEST_RETRY_SECONDS)
 
 
+@dataclass(eq=False)
 class HeldLeases:
     """All leases of this process, for heartbeats and draining. Thread-safe."""
 
-    def __init__(self, lease_seconds: float, clock: Clock, on_retry: OnRetry = lambda _: None) -> None:
-        self.lease_seconds = lease_seconds
-        self._clock = clock
-        self._on_retry = on_retry
+    lease_seconds: float
+    clock: Clock
+    on_retry: OnRetry = lambda _: None
+
+    def __post_init__(self) -> None:
         self._held: dict[Ticket, HeldLease] = {}
         self._lock = threading.Lock()
         self._draining = False
 
     def hold(self, lease: Lease) -> HeldLease:
-        held = HeldLease(lease, self.lease_seconds, self._clock, self._on_retry)
+        held = HeldLease(lease, self.lease_seconds, self.clock, self.on_retry)
         with self._lock:
             self._held[lease.ticket] = held
         if self._draining:

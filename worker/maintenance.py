@@ -33,18 +33,20 @@ STOP_SECONDS = 5.0
 RETRY_SECONDS = 600.0
 
 
+@dataclass(eq=False)
 class PeriodicTask:
     """A task with its own thread, which runs every `seconds` and soon after `wake`. An error that repeats is logged
     once."""
 
-    def __init__(self, name: str, seconds: float, work: Callable[[], object]) -> None:
-        self._name = name
-        self._seconds = seconds
-        self._work = work
+    name: str
+    seconds: float
+    work: Callable[[], object]
+
+    def __post_init__(self) -> None:
         self._woken = threading.Event()
         self._stopping = False
         self._failing: ErrorCode | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -60,21 +62,21 @@ class PeriodicTask:
 
     def run_once(self) -> None:
         try:
-            self._work()
+            self.work()
         except NightjarError as error:
             if error.code is not self._failing:
-                log.warning("periodic task fails", task=self._name, code=error.code.value, error=str(error))
+                log.warning("periodic task fails", task=self.name, code=error.code.value, error=str(error))
             self._failing = error.code
         except Exception:
-            log.exception("periodic task failed unexpectedly", task=self._name)
+            log.exception("periodic task failed unexpectedly", task=self.name)
         else:
             if self._failing is not None:
-                log.info("periodic task works again", task=self._name)
+                log.info("periodic task works again", task=self.name)
             self._failing = None
 
     def _run(self) -> None:
         while not self._stopping:
-            if self._woken.wait(self._seconds) and not self._stopping:
+            if self._woken.wait(self.seconds) and not self._stopping:
                 time.sleep(WAKE_DELAY_SECONDS)
             self._woken.clear()
             if not self._stopping:

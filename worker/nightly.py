@@ -391,7 +391,7 @@ def _options(format: str, schedule: Schedule) -> dict[str, Any]:
     given |= tables.get(format, {})
     if "splits" in given:
         raise invalid("`export_options` has splits.", "Give `splits` to the schedule.")
-    if schedule.splits and format != REPORT and find_format(format).splittable:
+    if schedule.splits and format != REPORT and find_format(format).failure_line is None:
         given["splits"] = schedule.splits
     return parsed_options(given)
 

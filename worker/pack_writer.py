@@ -88,7 +88,7 @@ class _OpenPack:
     items: list[tuple[Done, Future[Done]]] = field(default_factory=list)
 
 
-@dataclass(eq=False)
+@dataclass
 class PackWriter:
     """Writes the packs of one shard under its lease; thread-safe.
 

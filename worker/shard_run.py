@@ -56,7 +56,7 @@ WRITING_SECONDS = 5.0
 _SHARD_ERRORS = LASTING_OUTAGES | {ErrorCode.WORKER_CRASH, ErrorCode.MODEL_UNREACHABLE}
 
 
-@dataclass(eq=False)
+@dataclass
 class ShardRunner:
     """Runs leased shards with the resources that they share. Thread-safe; each thread runs one shard.
 

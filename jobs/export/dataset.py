@@ -68,6 +68,7 @@ class WrittenFile(msgspec.Struct, frozen=True):
 _decode_file = msgspec.json.Decoder(WrittenFile).decode
 
 
+@dataclass(eq=False)
 class PartFiles:
     """The files of one part of a dataset, written to the scratch folder and moved to the destination together,
     small ones also before that; a context manager.
@@ -76,15 +77,14 @@ class PartFiles:
     `config.invalid`.
     """
 
-    def __init__(
-        self, destination: Destination, names: AudioNames, record: str, note: Callable[[WrittenFile], None]
-    ) -> None:
-        """`record`: the beginning of the names of the lists of the files; `note`: is called with each published
-        file."""
-        self.destination = destination
-        self._names = names
-        self._record = record
-        self._note = note
+    destination: Destination
+    names: AudioNames
+    #: The beginning of the names of the lists of the files.
+    record: str
+    #: Is called with each published file.
+    note: Callable[[WrittenFile], None]
+
+    def __post_init__(self) -> None:
         #: Number of files, and of published lists of small ones.
         self._made = self._lists = 0
         #: Name -> number in the scratch folder, for the small files that are not published; name -> file, for the
@@ -105,11 +105,11 @@ class PartFiles:
 
     def audio_name(self, file: str, where: str) -> str:
         """The name by which the file `file` of the dataset refers to the audio at `where`."""
-        return self._names.of(file, where)
+        return self.names.of(file, where)
 
     def sibling_name(self, name: str) -> str:
         """The name by which a file of the dataset refers to the file or folder `name` beside it."""
-        return name.rpartition("/")[2] if self._names.relative else f"{self.destination.address}/{name}"
+        return name.rpartition("/")[2] if self.names.relative else f"{self.destination.address}/{name}"
 
     def open(self, name: str) -> IO[bytes]:
         """Opens a new file; its name is relative to the destination. Raises `OSError`, also when the file is
@@ -127,7 +127,7 @@ class PartFiles:
         self._made += 1
         if len(self._added) == BATCH_FILES:
             self._lists += 1
-            self._publish(f"{self._record}-{self._lists}.json", self._added)
+            self._publish(f"{self.record}-{self._lists}.json", self._added)
 
     def _path(self, number: int) -> Path:
         return self.destination.scratch / f"{number:06d}"
@@ -147,7 +147,7 @@ class PartFiles:
             os.fsync(file.fileno())
             file.close()
         self._publish(
-            f"{self._record}.json", self._added | {name: number for name, (number, _) in self._open.items()}
+            f"{self.record}.json", self._added | {name: number for name, (number, _) in self._open.items()}
         )
 
     def _publish(self, record: str, numbers: Mapping[str, int]) -> None:
@@ -164,7 +164,7 @@ class PartFiles:
         self.destination.write_record(record, written)
         for file in written:
             self.destination.publish(file.name, paths[file.name], file.sha256)
-            self._note(file)
+            self.note(file)
         self._added.clear()
 
 

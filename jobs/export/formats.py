@@ -153,14 +153,9 @@ class ExportFormat:
     #: A library of the extra `export` that writing needs.
     library: str | None = None
 
-    @property
-    def splittable(self) -> bool:
-        """Whether exports can have splits."""
-        return self.failure_line is None
-
     def one_file(self, splits: Splits | str | None) -> bool:
         """Whether an export is one file rather than a folder, with these splits or None."""
-        return not self.splittable or (self.write_part is None and splits is None)
+        return self.failure_line is not None or (self.write_part is None and splits is None)
 
     def check(self, to: str, store_url: str, spec: JobSpec, options: ExportOptions) -> None:
         """Raises `config.invalid` for a destination, a store, audio or a filter that this format does not

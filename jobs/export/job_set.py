@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import accumulate, chain, groupby
@@ -84,18 +85,18 @@ class Repeats:
             yield from uses
 
 
+@dataclass(eq=False)
 class JobSet:
     """The items of jobs, in order, that match a filter and are in a format."""
 
-    def __init__(
-        self, jobs: Sequence[StoredJob], where: Where | None, format: ExportFormat, *, unique: bool
-    ) -> None:
-        """`unique`: of the items with the same text and voice (in formats of dialogues: of equal dialogues), only the
-        first one is exported."""
-        self.jobs = jobs
-        self.where = where
-        self.format = format
-        self.unique = unique
+    jobs: Sequence[StoredJob]
+    where: Where | None
+    format: ExportFormat
+    #: Of the items with the same text and voice (in formats of dialogues: of equal dialogues), only the first one is
+    #: exported.
+    unique: bool
+
+    def __post_init__(self) -> None:
         #: The index of the first item of each job.
         self._starts = [0, *accumulate(one.job.total_items for one in self.jobs)]
         self._prefixes = tuple(f"{one.job.id}-" for one in self.jobs) if self.several else ()

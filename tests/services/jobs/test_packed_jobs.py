@@ -136,7 +136,14 @@ def test_an_export_refuses_a_member_that_has_changed(packed: Finished) -> None:
     replace_pack(packed, 1, flipped(data, expected.end - 1))
     for chosen, root in (("webdataset", None), ("kaldi", packed.folder / "audio")):
         with pytest.raises(StoreError) as refused:
-            export(packed.ledger, packed.store, packed.job_id, chosen, str(packed.folder / chosen), root)
+            export(
+                packed.ledger,
+                packed.store,
+                packed.job_id,
+                chosen,
+                str(packed.folder / chosen),
+                audio_root=root,
+            )
         assert refused.value.code is ErrorCode.STORE_CONFLICT
 
 
@@ -221,8 +228,8 @@ def files_of(finished: Finished, format: str, to: Path) -> dict[str, bytes]:
     chosen = find_format(format)
     audio = finished.folder / "audio"
     root = None if chosen.embeds_audio or chosen.failure_line or not chosen.names_audio else audio
-    splits = parse_splits("train=0.5,dev=0.5") if chosen.splittable else None
-    export(finished.ledger, finished.store, finished.job_id, format, str(to), root, splits=splits)
+    splits = parse_splits("train=0.5,dev=0.5") if chosen.failure_line is None else None
+    export(finished.ledger, finished.store, finished.job_id, format, str(to), audio_root=root, splits=splits)
     paths = [path for path in (to, *to.rglob("*"), *audio.rglob("*")) if path.is_file()]
     files = {os.path.relpath(path, to): path.read_bytes() for path in paths}
     files.pop("export.json", None)
