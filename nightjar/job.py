@@ -4,7 +4,6 @@ and the thread of this program that runs it."""
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,7 +36,7 @@ from jobs.status import status_lines
 from jobs.store import ObjectStore, open_store, store_of
 from jobs.where import Where, parse_where
 from nightjar.local_thread import LocalThread
-from nightjar.voice import Sound, check_type
+from nightjar.voice import PATH, Sound, check_type
 from pipelines import audio as sounds
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, NotFoundError, ServiceError, invalid
 
@@ -337,7 +336,7 @@ class Job:
         from jobs.report import default_place, write_report
 
         if to is not None:
-            check_type("to", to, (str, os.PathLike), "a path")
+            check_type("to", to, PATH, "a path")
         place = default_place(self._settings, self.id) if to is None else Path(to).absolute()
         price = self._settings.price_per_gpu_hour
         written = write_report(
@@ -514,7 +513,7 @@ def export(
     from jobs.export import StoredJob, export_jobs, parsed_options
 
     check_type("format", format, str, "the name of a format")
-    check_type("to", to, (str, os.PathLike), "a path")
+    check_type("to", to, PATH, "a path")
     options = parsed_options(options, "s3", "replaces", "part_bytes", "on_part")
     chosen = list(jobs)
     if not chosen:
@@ -531,8 +530,8 @@ def decode(source: Job | str | Path, to: str | Path, *, model: str | None = None
     folder `to`. `model`: whose codec decodes. Raises `NightjarError`."""
     from jobs.decode import decode_source
 
-    check_type("source", source, (Job, str, os.PathLike), "a job, or the folder of an export")
-    check_type("to", to, (str, os.PathLike), "a path")
+    check_type("source", source, (Job, *PATH), "a job, or the folder of an export")
+    check_type("to", to, PATH, "a path")
     check_type("model", model, (str, NoneType), "the name or the folder of a model")
     if isinstance(source, Job):
         known = source._ledger, source._confirmed(), source._ledger.job(source.id)
@@ -549,7 +548,7 @@ def augment(source: str | Path, to: str | Path, **effects: Any) -> Path:
     from jobs.export.augment import parse_range
 
     for name, path in (("source", source), ("to", to)):
-        check_type(name, path, (str, os.PathLike), "a path")
+        check_type(name, path, PATH, "a path")
     for name in ("room", "noise"):
         if isinstance(effects.get(name), str):
             effects[name] = Path(effects[name])

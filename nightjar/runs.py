@@ -28,7 +28,7 @@ from jobs.store import is_remote
 from nightjar.inputs import written_input
 from nightjar.job import Job
 from nightjar.local_thread import LocalThread
-from nightjar.voice import check_type
+from nightjar.voice import PATH, check_type
 from pipelines.errors import ErrorCode, InputError
 
 
@@ -112,7 +112,7 @@ def find_jobs(
 
 
 def _home(out: str | Path | None) -> str | None:
-    check_type("out", out, (str, os.PathLike, type(None)), "a folder")
+    check_type("out", out, (*PATH, type(None)), "a folder")
     return None if out is None else str(out)
 
 

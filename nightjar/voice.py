@@ -26,6 +26,9 @@ from pipelines.request import Generation, Message, Pipeline, SynthesisRequest, s
 from pipelines.stored_voices import in_voice_of
 from pipelines.validation import OPENAI_VOICES, check_generation, own_voice
 
+#: The types of an argument that is a path.
+PATH = (str, os.PathLike)
+
 
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], words: str) -> None:
     """Raises `config.invalid` for an argument of another type. True and False do not count as numbers."""
@@ -55,7 +58,7 @@ class Sound:
         Raises `config.invalid` for another extension, and `StoreError` (`store.forbidden`) for a file that
         cannot be written.
         """
-        check_type("path", path, (str, os.PathLike), "the path of a file")
+        check_type("path", path, PATH, "the path of a file")
         path = Path(path)
         data = encode(self.samples, self.sample_rate, cast("AudioFormat", path.suffix[1:].lower()))
         try:
@@ -135,7 +138,7 @@ class Voice:
         messages = [Message("user", "text", text)]
         if reference is not None:
             words = "the path of a recording, or the bytes of its file"
-            check_type("reference", reference, (str, os.PathLike, bytes), words)
+            check_type("reference", reference, (*PATH, bytes), words)
             recording = reference if isinstance(reference, bytes) else _read(Path(reference))
             messages.insert(0, Message("user", "audio", recording))
         try:
@@ -177,7 +180,7 @@ def open_model(model: str | Path = "hibari", **options: Any) -> Voice:
     Raises `ModelError`, and `ConfigError` for an option that the model does not have or that cannot be used on
     this machine.
     """
-    check_type("model", model, (str, os.PathLike), "the name of a model, or the folder of a checkpoint")
+    check_type("model", model, PATH, "the name of a model, or the folder of a checkpoint")
     return Voice(describe(str(model)), open_pipeline(str(model), **options))
 
 

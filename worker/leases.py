@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Literal, Protocol, TypeVar
 
 from jobs.ledger.records import LASTING_OUTAGES, Lease, Ticket
@@ -39,18 +38,10 @@ LONGEST_RETRY_SECONDS = 5.0
 GoneReason = Literal["lost", "expired", "drained", "paused"]
 
 
-class ShardEnd(StrEnum):
-    """How a run of a shard ended."""
-
-    FINISHED = "finished"
-    #: The lease was lost: another worker has the shard, or its job was cancelled.
-    LOST = "lost"
-    #: Given back because the worker drains or the job was paused; done items stay done.
-    RELEASED = "released"
-    #: Given back because this worker cannot run the shard and another one may.
-    REFUSED = "refused"
-    #: An error ended the work on the whole shard.
-    FAILED = "failed"
+#: How a run of a shard ended. `lost`: another worker has the shard, or its job was cancelled. `released`: given back because
+#: the worker drains or the job was paused; done items stay done. `refused`: given back because this worker cannot run the
+#: shard and another one may. `failed`: an error ended the work on the whole shard.
+ShardEnd = Literal["finished", "lost", "released", "refused", "failed"]
 
 
 class LeaseGoneError(Exception):

@@ -8,9 +8,8 @@ from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import structlog
@@ -48,17 +47,9 @@ REPORT = "report"
 _OPEN_END = re.compile(r"(\{format\}|\{date\}|%[-_0^#]?[A-Za-z])\Z")
 
 
-class NightEnd(StrEnum):
-    """The outcome of a schedule's night."""
-
-    #: This run submitted the night.
-    SUBMITTED = "submitted"
-    #: The night was submitted before.
-    RAN = "ran"
-    #: The night's file is missing; the night can be caught up.
-    MISSING = "missing"
-    #: The night was not submitted, or its job failed or was cancelled; the night remains due.
-    FAILED = "failed"
+#: The outcome of a schedule's night: this run submitted it; it was submitted before; its file is missing, and it can be caught
+#: up; or it was not submitted, or its job failed or was cancelled, and it remains due.
+NightEnd = Literal["submitted", "ran", "missing", "failed"]
 
 
 class Dataset(msgspec.Struct, frozen=True):
@@ -79,7 +70,7 @@ class Night:
     ledger: Ledger
     name: str
     night: date
-    end: NightEnd = NightEnd.RAN
+    end: NightEnd = "ran"
     #: The night's newest job.
     job: Job | None = None
     #: Why the night failed, or why its datasets are missing.
@@ -123,11 +114,7 @@ class Night:
     def bad(self) -> bool:
         """Whether the night is missing or failed, all its items failed, or a dataset was not written."""
         no_results = self.failed_items > 0 and self.done_items == 0
-        return (
-            self.end in {NightEnd.FAILED, NightEnd.MISSING}
-            or no_results
-            or any(one.reason for one in self.datasets)
-        )
+        return self.end in {"failed", "missing"} or no_results or any(one.reason for one in self.datasets)
 
     @property
     def unfinished(self) -> bool:
@@ -141,7 +128,7 @@ class Night:
             "schema": "nightjar.night/1",
             "schedule": self.name,
             "night": self.day,
-            "end": self.end.value,
+            "end": self.end,
             "job": self.job_id or None,
             "state": self.state and self.state.value,
             "code": self.code and self.code.value,
@@ -173,11 +160,11 @@ class Night:
                 self.job = self._submit(number)
         except NightjarError as error:
             missing = isinstance(error, InputError) and error.code in _MISSING
-            self._fail(error, NightEnd.MISSING if missing else NightEnd.FAILED)
+            self._fail(error, "missing" if missing else "failed")
             return
         if not self._ended_badly():
             self.ledger.schedule_ran(self.name, self.day)
-            self.end = NightEnd.SUBMITTED
+            self.end = "submitted"
 
     def jobs(self) -> dict[int, Job]:
         """The jobs of the night by number, from 1 and in order, without deleted jobs. All but the last one failed or
@@ -188,7 +175,7 @@ class Night:
 
     def conclude(self) -> bool:
         """Writes the datasets of a night whose job is completed. Returns whether the night is finished."""
-        if self.job is None or self.end in {NightEnd.MISSING, NightEnd.FAILED}:
+        if self.job is None or self.end in {"missing", "failed"}:
             return True
         status = self.ledger.status(self.job.id)
         self.job = job = status.job
@@ -227,7 +214,7 @@ class Night:
             self._fail(InputError(ErrorCode.INPUT_NO_ITEMS, message, advice))
         return True
 
-    def _fail(self, error: NightjarError, end: NightEnd = NightEnd.FAILED) -> None:
+    def _fail(self, error: NightjarError, end: NightEnd = "failed") -> None:
         """Records a failure; a night that has not run remains due."""
         self.end = end
         self.reason = str(error)

@@ -41,7 +41,7 @@ from worker.metrics import Metrics
 from worker.models import PipelineCache, Preload, open_model
 from worker.quality.process import MeterPool
 from worker.result_writer import ResultWriter
-from worker.shard_run import ShardEnd, ShardRunner
+from worker.shard_run import ShardRunner
 from worker.supervisor import is_supervised, report, report_refusal, wait_for_release
 from worker.writer_processes import WriterProcesses
 
@@ -280,7 +280,7 @@ class Runtime:
             return False
         with bound_contextvars(epoch=lease.epoch):
             end = self.runner.run(lease)
-        if end is ShardEnd.REFUSED:
+        if end == "refused":
             self._refused_at[ticket.job_id] = self._clock.monotonic()
         else:
             self._refused_at.pop(ticket.job_id, None)

@@ -95,9 +95,9 @@ class ShardRunner:
                 end = run.run()
         finally:
             self.leases.drop(held)
-        self.metrics.shards.labels(outcome=end.value).inc()
+        self.metrics.shards.labels(outcome=end).inc()
         seconds = round(self.clock.monotonic() - started_at, 2)
-        log.info("shard ended", outcome=end.value, items=len(lease.open_items), seconds=seconds)
+        log.info("shard ended", outcome=end, items=len(lease.open_items), seconds=seconds)
         return end
 
 
@@ -148,7 +148,7 @@ class ShardRun:
         """Runs the shard. Does not raise."""
         try:
             self._work()
-            return ShardEnd.FINISHED
+            return "finished"
         except LeaseGoneError as gone:
             return self._give_up(gone.reason)
         except NightjarError as error:
@@ -560,13 +560,13 @@ class ShardRun:
         if reason not in ("drained", "paused"):
             self._runner.metrics.lease_lost.inc()
             log.warning("lease lost", reason=reason)
-            return ShardEnd.LOST
+            return "lost"
         why = "drain" if reason == "drained" else "pause"
         try:
             self._runner.ledger.release(self._lease.ticket, why)
         except NightjarError as error:
             log.warning("lease not released; it will expire", error=str(error))
-        return ShardEnd.RELEASED
+        return "released"
 
     def _fail(self, code: ErrorCode, message: str) -> ShardEnd:
         ledger, ticket, retrying = self._runner.ledger, self._lease.ticket, self.held.retrying
@@ -575,14 +575,14 @@ class ShardRun:
             if refusable and retrying(lambda: ledger.refuse(ticket, code, message)):
                 what = "this worker cannot run the job; its shard is given back for another worker"
                 log.error(what, code=code.value, error=message)
-                return ShardEnd.REFUSED
+                return "refused"
             log.error("shard failed", code=code.value, error=message)
             retrying(lambda: ledger.fail_shard(ticket, code, message))
         except LeaseGoneError as gone:
             return self._give_up(gone.reason)
         except NightjarError as error:
             log.warning("failed shard not reported; its lease will expire", error=str(error))
-        return ShardEnd.FAILED
+        return "failed"
 
 
 def _cancel(draws: Sequence[ItemDraw]) -> None:

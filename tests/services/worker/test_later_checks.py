@@ -33,7 +33,6 @@ from worker.garbage import orphans
 from worker.quality.meters import Readings, Utterance
 from worker.quality.process import MeterError, MeterPool
 from worker.result_writer import ResultWriter
-from worker.shard_run import ShardEnd
 
 TEXTS = ["one", "[[wer:0.9]] two", "three", "[[distillmos:1]] four", "[[silence:0.9]] [[wer:1]] five", "six"]
 CODES = [None, ErrorCode.QA_WER, None, ErrorCode.QA_MOS, ErrorCode.QA_SILENCE, None]
@@ -160,7 +159,7 @@ def test_failed_audio_is_quarantined_and_nothing_is_lost(build: Callable[..., Ri
     assert [line["example_id"] for line in lines] == ["item-0", "item-2", "item-5"]
     # A person can draw again, and the draws go on.
     assert rig.ledger.retry(job.id, [ErrorCode.QA_WER]) == 1
-    assert rig.run_next() is ShardEnd.FINISHED
+    assert rig.run_next() == "finished"
     assert rig.items(job)[1].state is ItemState.DONE
     assert [row.draw.draw for row in rig.ledger.draws_of(job.id, [1])] == [0, 1]
     assert check(rig, job, quality()) == {"measured": 1, "failed": 1, "left": 0}
@@ -336,7 +335,7 @@ def test_a_retry_mends_what_a_check_found(build: Callable[..., Rig]) -> None:
     rig.ledger.decide(job.id, ["item-2"], Decision(True, "ada"))
     assert result(rig, job).measured.still_failed == 1
     assert rig.ledger.retry(job.id, [ErrorCode.QA_WER]) == 1
-    assert rig.run_next() is ShardEnd.FINISHED
+    assert rig.run_next() == "finished"
     mended = result(rig, job, host=AllGood())
     # The rate is that of all draws, and the job is what it is now.
     assert (mended.measured.items, mended.measured.failed, mended.measured.still_failed) == (3, 2, 0)

@@ -19,7 +19,7 @@ from jobs.ledger.records import ItemState, JobState
 from pipelines.errors import ConfigError
 from tests.support.ledger_kit import expire_leases_of_the_dead
 from tests.support.worker_process import REPOSITORY, Site
-from worker.nightly import NightEnd, run_nights
+from worker.nightly import run_nights
 
 FIRST = datetime(2026, 11, 20, 2, 0, tzinfo=UTC)
 SECOND = FIRST + timedelta(days=1)
@@ -72,7 +72,7 @@ def test_two_nights_are_two_dated_datasets(site: Site) -> None:
         write_night(site, night)
         (ran,) = run_nights(site.settings, None, 0, wait_seconds=300, now=night)
         assert (ran.end, ran.night, [dataset.reason for dataset in ran.datasets]) == (
-            NightEnd.SUBMITTED,
+            "submitted",
             night.date(),
             [None, None, None],
         )
@@ -82,7 +82,7 @@ def test_two_nights_are_two_dated_datasets(site: Site) -> None:
         assert "<h1" in (site.folder / "datasets" / f"{night:%Y-%m-%d}" / "report.html").read_text()
     before = contents(site)
     again = run_nights(site.settings, None, 1, now=SECOND)
-    assert [(one.end, len(one.datasets)) for one in again] == [(NightEnd.RAN, 3)] * 2
+    assert [(one.end, len(one.datasets)) for one in again] == [("ran", 3)] * 2
     assert not any(one.bad for one in again)
     assert contents(site) == before
 
@@ -117,15 +117,13 @@ def test_a_killed_night_resumes(site: Site) -> None:
     assert not (site.folder / "datasets").exists()
 
     waiting = run_nights(site.settings, None, 0, now=FIRST)
-    assert [(one.end, one.datasets, "run this again" in one.reason) for one in waiting] == [
-        (NightEnd.RAN, (), True)
-    ]
+    assert [(one.end, one.datasets, "run this again" in one.reason) for one in waiting] == [("ran", (), True)]
     write_night(site, SECOND)
     site.worker()
     report = run_nights(site.settings, None, 1, wait_seconds=300, now=SECOND)
     assert [(one.end, len(one.datasets)) for one in report] == [
-        (NightEnd.RAN, 3),
-        (NightEnd.SUBMITTED, 3),
+        ("ran", 3),
+        ("submitted", 3),
     ]
     assert not any(one.bad for one in report)
     assert report[0].job_id == job.id

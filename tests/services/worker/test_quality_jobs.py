@@ -32,7 +32,6 @@ from worker.garbage import orphans
 from worker.quality.meters import Readings, Utterance
 from worker.quality.process import MeterPool, MeterProcess
 from worker.result_writer import ResultWriter
-from worker.shard_run import ShardEnd
 
 BASIC = quality_of("basic")
 assert BASIC is not None
@@ -99,7 +98,7 @@ def test_a_bad_draw_is_made_again_with_the_next_seed_and_the_good_one_is_kept(bu
     job = rig.submit(
         ["plain", "[[clipped:1]] once", "[[no_eos:1]] [[runaway:2]] twice"], seed=5, quality=BASIC
     )
-    assert rig.run_next() is ShardEnd.FINISHED
+    assert rig.run_next() == "finished"
     assert rig.status(job).job.state is JobState.COMPLETED
     draws = draws_of(rig, job)
     assert [[draw.code for draw in draws[index]] for index in range(3)] == [
@@ -132,7 +131,7 @@ def text_of(rig: Rig, index: int) -> str:
 def test_an_item_without_a_good_draw_goes_to_quarantine_and_no_export_has_it(build: Build) -> None:
     rig = build()
     job = rig.submit(["good", "[[clipped:99]] bad", "[[silent]] nothing", "[[nan]] never"], quality=BASIC)
-    assert rig.run_next() is ShardEnd.FINISHED
+    assert rig.run_next() == "finished"
     rows = rig.items(job)
     assert [(row.state, row.error_code) for row in rows] == [
         (ItemState.DONE, None),
@@ -164,7 +163,7 @@ def test_a_retry_by_a_person_draws_on_and_leaves_quarantine(build: Build) -> Non
     job = rig.submit(["[[clipped:4]] late", "[[clipped:99]] never"], quality=BASIC)
     rig.run_next()
     assert rig.ledger.retry(job.id, [ErrorCode.QA_CLIPPED]) == 2
-    assert rig.run_next() is ShardEnd.FINISHED
+    assert rig.run_next() == "finished"
     draws = draws_of(rig, job)
     assert [draw.draw for draw in draws[0]] == [0, 1, 2, 3, 4]
     assert [draw.draw for draw in draws[1]] == [0, 1, 2, 3, 4, 5]
@@ -294,7 +293,7 @@ def test_checks_run_in_the_order_of_their_cost_and_a_failed_one_is_the_last(
 def test_a_meter_that_this_worker_lacks_ends_the_shard_with_its_name(build: Build) -> None:
     rig = build()
     job = rig.submit(["one", "two"], quality=metered())
-    assert rig.run_next() is ShardEnd.FAILED
+    assert rig.run_next() == "failed"
     rows = rig.items(job)
     assert {row.error_code for row in rows} == {ErrorCode.MODEL_UNKNOWN}
     assert "'text'" in (rows[0].error_message or "")
@@ -356,7 +355,7 @@ def test_an_outage_of_a_meter_spends_no_attempt_and_asks_for_nothing_more(
     job = rig.submit(
         [f"text {n}" for n in range(20)], quality=metered(), options=SubmitOptions(max_attempts=1)
     )
-    assert rig.run_next() is ShardEnd.FAILED
+    assert rig.run_next() == "failed"
     ended.set()
     status = rig.status(job)
     assert status.outage is not None

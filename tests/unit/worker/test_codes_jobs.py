@@ -33,7 +33,6 @@ from pipelines.request import CodecIdentity
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import CODEC, FRAME_SAMPLES, SAMPLE_RATE, FakeDecoder, FakePipeline, sine
 from tests.support.worker_rig import Build, Rig
-from worker.shard_run import ShardEnd
 
 TEXTS = [f"Sentence number {number} of this job." for number in range(4)]
 
@@ -41,7 +40,7 @@ TEXTS = [f"Sentence number {number} of this job." for number in range(4)]
 def made(rig: Rig, output: str, *, pack: bool = False, texts: list[str] = TEXTS, **spec: Any) -> Job:
     job = rig.submit(texts, output=output, pack=pack or msgspec.UNSET, **spec)
     while rig.status(job).items.pending:
-        assert rig.run_next() is ShardEnd.FINISHED
+        assert rig.run_next() == "finished"
     return job
 
 
@@ -99,7 +98,7 @@ def test_a_job_of_audio_opens_the_decoder_that_codes_did_without(build: Build) -
     rig = build()
     made(rig, "codes", quality=None)
     rig.submit(["Aloud."])
-    assert rig.run_next() is ShardEnd.FINISHED
+    assert rig.run_next() == "finished"
     made(rig, "codes", quality=None, seed=3)
     assert rig.decodes == [False, True]
 

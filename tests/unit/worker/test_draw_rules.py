@@ -21,7 +21,6 @@ from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, sine
 from tests.support.worker_rig import Build, wait_for
 from worker.quality.process import MeterTask
 from worker.result_writer import ResultWriter
-from worker.shard_run import ShardEnd
 
 
 class Padded(FakePipeline):
@@ -86,7 +85,7 @@ def test_words_are_counted_against_the_text_that_the_model_wrote(
     rig.writer = ResultWriter(meters=Meters())  # type: ignore[arg-type]
     rig.runner = rig.runner_on(rig.ledger)
     rig.submit(["the line says this"], quality=msgspec.structs.replace(Quality(), meters={"asr": {}}))
-    assert rig.run_next() is ShardEnd.FINISHED
+    assert rig.run_next() == "finished"
     assert [task.utterance.text for task in asked] == [expected]
 
 

@@ -41,7 +41,7 @@ def content_of(rig: Rig, job: Job, kind: str = "audio") -> dict[int, str]:
 
 def run_all(rig: Rig, job: Job) -> None:
     while rig.ledger.job(job.id).state is not JobState.COMPLETED:
-        assert rig.run_next() is ShardEnd.FINISHED
+        assert rig.run_next() == "finished"
 
 
 def test_a_packed_job_has_the_same_audio_as_a_loose_one(build: Build) -> None:
@@ -116,7 +116,7 @@ def test_the_end_of_a_shard_waits_for_no_time(build: Build) -> None:
     """The last items include one that fails in the engine and one that the checks refuse."""
     rig = build(pack_seconds=3600.0)
     job = rig.submit(["One.", "Two.", "[[fail:synth.no_eos]] Three.", "[[empty]] Four."], pack=True)
-    assert rig.run_next() is ShardEnd.FINISHED
+    assert rig.run_next() == "finished"
     assert sorted(content_of(rig, job)) == [0, 1]
 
 
@@ -124,7 +124,7 @@ def test_checked_draws_go_into_packs_and_refused_ones_do_not(build: Build) -> No
     rig = build()
     quality = quality_of("basic", None, ())
     job = rig.submit(["A quiet sentence.", "[[silent]] nothing is heard"], pack=True, quality=quality)
-    assert rig.run_next() is ShardEnd.FINISHED
+    assert rig.run_next() == "finished"
     assert [(row.index, row.pack) for row in rig.ledger.artifacts(job.id, "quarantine")] == [(1, None)]
     assert [(row.index, row.pack in rig.store.objects) for row in rig.ledger.artifacts(job.id, "audio")] == [
         (0, True)
@@ -141,7 +141,7 @@ def test_a_worker_that_drains_stores_what_it_has(build: Build) -> None:
     wait_for(lambda: rig.pipeline.stats().requests_done == 2)
     rig.leases.drain()
     thread.join()
-    assert ends == [ShardEnd.RELEASED]
+    assert ends == ["released"]
     assert sorted(content_of(rig, job)) == [0, 1]
 
 
@@ -178,7 +178,7 @@ def test_a_store_that_is_away_costs_no_item(build: Build) -> None:
         return put(key, data, **more)  # pyright: ignore[reportArgumentType]
 
     rig.store.put = failing  # type: ignore[method-assign]
-    assert rig.runner.run(lease) is ShardEnd.FINISHED
+    assert rig.runner.run(lease) == "finished"
     assert failures == []
     assert sorted(content_of(rig, job)) == [0, 1]
 
