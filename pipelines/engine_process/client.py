@@ -231,12 +231,12 @@ class EngineProcess:
         except ConnectionError:
             pass  # the host's thread gets the same error and fails all requests
         except NightjarError as refused:
-            self._send(Answer(wanted.wanted, error=refused))
+            self._send(Answer(wanted.wanted, refused))
         except Exception as failed:
             log.exception("a recording could not be sent")
             reason = f"The recording could not be read: {failed!r}."
             error = SynthesisError(ErrorCode.SYNTH_ENGINE, reason, "See the log.")
-            self._send(Answer(wanted.wanted, error=error))
+            self._send(Answer(wanted.wanted, error))
 
     def _remove(self, number: int, cancel: bool = False) -> Listener | None:
         """Removes a request, also from the pending ones, and cancels it in the child if it is wanted; None if it was

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from numpy.typing import NDArray
 
 from pipelines.errors import NightjarError
 from pipelines.recording import Quality
@@ -77,12 +76,11 @@ class Start(_Message, frozen=True):
 
 
 class Answer(_Message, frozen=True):
-    """The answer to `Wanted`: an error, or samples and their rate, or the bytes (uint8) of a file."""
+    """The answer to `Wanted`: samples and their rate, the bytes (uint8) of a file, or a `NightjarError`."""
 
     wanted: int
-    data: NDArray[Any] | None = None
+    data: Any
     sample_rate: int = 0
-    error: NightjarError | None = None
 
 
 class Append(_Message, frozen=True):

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -68,8 +68,6 @@ from pipelines.request import (
 )
 
 log = logging.getLogger(__name__)
-
-M = TypeVar("M", Speech, AudioChunk)
 
 #: Minimum seconds between two messages with stats, and between two of which only the counter of energy differs.
 STATS_SECONDS, IDLE_STATS_SECONDS = 0.02, 1.0
@@ -215,8 +213,8 @@ class EngineServer:
                 self._starters.submit(start)
         elif isinstance(message, Answer):
             asked = self._asked.pop(message.wanted)
-            if message.data is None:
-                asked.set_exception(message.error)
+            if isinstance(message.data, NightjarError):
+                asked.set_exception(message.data)
             else:
                 asked.set_result((message.data, message.sample_rate))
         elif isinstance(message, Append):
@@ -337,10 +335,12 @@ class EngineServer:
         try:
             if isinstance(event, Failed):
                 message = RequestFailed(number, event.error)
-            elif isinstance(event, Done):
-                message = SpeechMessage(number, _sendable(event.speech))
             else:
-                message = ChunkMessage(number, _sendable(event))
+                made = event.speech if isinstance(event, Done) else event
+                made = replace(made, samples=np.ascontiguousarray(made.samples, np.float32))
+                message = (
+                    SpeechMessage(number, made) if isinstance(made, Speech) else ChunkMessage(number, made)
+                )
             self._send(message, wait)
         except (TypeError, ValueError, OverflowError, OSError) as error:
             unsent = _error_of(error, "The engine's answer cannot be sent")
@@ -350,11 +350,6 @@ class EngineServer:
         """Sends a message. Does nothing if the client is gone: the reader then ends the process."""
         with suppress(ConnectionError):
             self._channel.send(message, wait)
-
-
-def _sendable(made: M) -> M:
-    """Speech with samples of the type that the client expects."""
-    return replace(made, samples=np.ascontiguousarray(made.samples, np.float32))
 
 
 def _with_files(request: SynthesisRequest) -> SynthesisRequest:

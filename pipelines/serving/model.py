@@ -345,7 +345,7 @@ class ServedModel:
         while self.pipeline is None:
             try:
                 await self.open()
-            except NightjarError as error:
+            except Exception as error:  # noqa: BLE001  # the next attempt may succeed, whatever it was
                 log.error("the model cannot be opened: %s", error)
                 await asyncio.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)

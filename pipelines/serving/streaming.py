@@ -172,24 +172,20 @@ Answer = Callable[[Serving, Any, Permit, str], Parts]
 ErrorAnswer = Callable[[NightjarError], ApiError]
 
 
+@dataclass(eq=False)
 class Reply(Response):
     """Sends a `Head` and then bytes as they are made, until the client disconnects or the time limit is
     reached. Then it closes the generator, which cancels the work. An error before the first bytes is answered
     with its own status."""
 
-    def __init__(
-        self,
-        serving: Serving,
-        permit: Permit,
-        parts: Parts,
-        api_error: ErrorAnswer,
-    ) -> None:
+    _serving: Serving
+    _permit: Permit
+    _parts: Parts
+    _api_error: ErrorAnswer
+    _started: bool = False
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self._serving = serving
-        self._permit = permit
-        self._parts = parts
-        self._api_error = api_error
-        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         seconds = self._serving.options.request_seconds

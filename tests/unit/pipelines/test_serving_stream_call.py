@@ -112,6 +112,30 @@ def test_what_comes_between_an_engines_death_and_its_discovery_waits_for_the_nex
     asyncio.run(speak())
 
 
+def test_a_model_that_cannot_be_opened_again_is_tried_until_it_can() -> None:
+    first, second = _Dying(), _Dying()
+    left: list[Any] = [first, RuntimeError("can't start new thread"), OSError("no memory"), second]
+
+    def open_next() -> Any:
+        if isinstance(found := left.pop(0), Exception):
+            raise found
+        return found
+
+    async def live() -> None:
+        model = ServedModel(card_of(first), open_next, ServeOptions(("fake",)))
+        running = asyncio.create_task(model.run(lambda: pytest.fail("it did not open")))
+        async with asyncio.timeout(30):
+            while model.pipeline is None:
+                await asyncio.sleep(0.01)
+            first.state = "broken"
+            while model.pipeline is not second:
+                assert not running.done()
+                await asyncio.sleep(0.01)
+        running.cancel()
+
+    asyncio.run(live())
+
+
 class _Later:
     """Starts at once; the test sends the events."""
 
