@@ -409,6 +409,27 @@ def wav2vec2(device: torch.device) -> Any:
     return features
 
 
+def write_ctc(folder: Path, tiny: bool = False) -> None:
+    """A CTC model of letters, of the size of wav2vec2-large-960h-lv60-self (315 million parameters)."""
+    import transformers
+
+    # Its types depend on what is installed.
+    library: Any = transformers
+    folder.mkdir(parents=True)
+    names = ["<pad>", "<s>", "</s>", "<unk>", "|", "'", *map(chr, range(ord("A"), ord("Z") + 1))]
+    _write_json(folder / "vocab.json", {name: number for number, name in enumerate(names)})
+    library.Wav2Vec2CTCTokenizer(str(folder / "vocab.json")).save_pretrained(folder)
+    library.Wav2Vec2FeatureExtractor(return_attention_mask=True).save_pretrained(folder)
+    width, layers = (32, 1) if tiny else (1024, 24)
+    sizes = library.Wav2Vec2Config(
+        vocab_size=len(names), hidden_size=width, num_hidden_layers=layers, num_attention_heads=16, intermediate_size=4 * width,
+        do_stable_layer_norm=True, feat_extract_norm="layer", conv_bias=True, pad_token_id=0,
+        conv_dim=[width // 2] * 7,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    library.Wav2Vec2ForCTC(sizes).save_pretrained(folder)
+
+
 #: Ids of the published tokenizer.
 _START, _END, _ASSISTANT = 151644, 151645, 77091
 #: What a codec's encoder has next to nothing of, to try a benchmark on a CPU.

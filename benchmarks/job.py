@@ -5,6 +5,7 @@ seconds.
     python -m tests.support.services python -m benchmarks.job --paths folder s3 --gpus 1 8 --minutes 9
     python -m benchmarks.job --sizes 0b6 --skip-engine --cloning none vector context --voices 20 3000 --items 6000
     python -m benchmarks.job --sizes 0b6 --skip-engine --qa off basic strict strict:5% --qa-set meters.asr.model=DIR
+    python -m benchmarks.job --sizes 0b6 --skip-engine --warm --qa off basic strict:5% strict --ctc --meters 4
     python -m benchmarks.job --device cpu --tiny
     python -m benchmarks.job --device cpu --instant 9 --gpus 1 8 --items 3000
 
@@ -27,6 +28,9 @@ and `context` with their text. `--voices` are numbers of recordings; every one o
 `--qa off basic strict strict:5%` are the checks of the jobs, the last one with a sample; no bound applies, so that each draw is measured
 once by all meters. `--qa-set` are more settings of checks with meters, such as folders of models (`meters.asr.model=DIR`) or fewer
 meters (`meters.distillmos=false`), and `--meters` the processes of meters; `share_of_off` is the share of the same job without checks.
+`--ctc` lets the meter `asr` hear with a CTC model of full size and random weights. Rows of the path "meter" are what each meter of
+`strict` does alone in as many processes, without an engine (`--meter-seconds` each; 0: no such rows); `gpu_gib` is what its processes
+hold of the GPU.
 `--output` is that of the jobs (`audio`, `codes`, `both`). `--warm` is first a short job that does not count.
 
 A job has as many items as take `--seconds` at the speed of the engine (`--expected`, audio-s/s of one GPU, with
@@ -50,6 +54,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from contextlib import closing, suppress
 from datetime import datetime
 from itertools import product
@@ -57,6 +62,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import voices
+from benchmarks.checkpoint import write_ctc
 from benchmarks.common import (
     FRAMES_PER_SECOND,
     ROOT,
@@ -70,9 +76,12 @@ from benchmarks.common import (
 )
 from benchmarks.engine import Load
 from benchmarks.voices import words_of
-from jobs.checks import PRESETS
+from jobs.checks import PRESETS, Option, quality_of
 from jobs.settings import load_settings
 from jobs.store import open_store
+from pipelines.audio import decode
+from worker.quality.meters import Utterance
+from worker.quality.process import MeterPool, MeterTask
 
 _COMMITS = "SELECT made_at, count(*), sum(duration_ms) / 1000.0 FROM artifacts WHERE samples > 0 GROUP BY made_at ORDER BY made_at"
 _FAILED = "SELECT count(*) FROM items WHERE state IN (2, 3)"
@@ -83,7 +92,7 @@ LEAST_SECONDS, DRAIN_SECONDS = 25.0, 20.0
 #: A window of the engine alone.
 WINDOW_SECONDS = 3.0
 COLUMNS = (
-    "path", "size", "gpus", "output", "cloning", "voices", "slots", "qa", "start", "job_audio_s_per_s", "engine_audio_s_per_s", "share", "share_of_off", "times_one_gpu",
+    "path", "size", "gpus", "output", "cloning", "voices", "slots", "qa", "meter", "start", "job_audio_s_per_s", "meter_audio_s_per_s", "engine_audio_s_per_s", "share", "share_of_off", "times_one_gpu",
     "joules_per_audio_s", "first_audio_s", "cpu_cores", "failed",
 )  # fmt: skip
 
@@ -269,6 +278,38 @@ class JobBench:
         if kind == "base" and not self.recordings:
             self.recordings = voices.write_recordings(self.folder / "recordings", max(self.options.voices))
 
+    def ctc(self) -> None:
+        """Writes the CTC model that the meter `asr` hears with."""
+        write_ctc(self.folder / "ctc", self.options.tiny)
+        self.options.qa_set.append(f"meters.asr.model={self.folder / 'ctc'}")
+
+    def meter(self, name: str, options: dict[str, Option]) -> None:
+        """The row of one meter alone, which measures made recordings as long as the jobs' utterances."""
+        lengths = [frames / FRAMES_PER_SECOND for frames in self.load.lengths(64)]
+        samples = (decode(voices.recording(number, one, 24_000)[0]) for number, one in enumerate(lengths))
+        tasks = [
+            MeterTask({name: options}, Utterance(*sound, words_of(seconds, number), "english"))
+            for number, (sound, seconds) in enumerate(zip(samples, lengths, strict=True))
+        ]
+        pool, processes = MeterPool(self.options.meters), self.options.meters
+        try:
+            # Each process opens the meter and chooses its kernels.
+            wait([pool.submit(one) for one in tasks * max(1, processes // 4)])
+            began, use = time.perf_counter(), Use(os.getpid())
+            futures = [pool.submit(one) for _ in range(1 + 1000 // len(tasks)) for one in tasks]
+            done = wait(futures, self.options.meter_seconds).done
+            seconds = time.perf_counter() - began
+            use.stop()
+        finally:
+            pool.close()
+        failed = [str(one.exception()) for one in done if one.exception()]
+        audio = sum(lengths[number % len(lengths)] for number, one in enumerate(futures) if one in done)
+        now = time.time()
+        row: Row = {"path": "meter", "meter": name, "meters": processes, "items": len(done)}
+        row |= {"failed": len(failed), "error": failed[:1], "voices": 0, "qa": "strict"}
+        row |= {"meter_audio_s_per_s": audio / seconds}
+        self.bench.add(row | use.between(now - seconds, now, audio / seconds, 1))
+
     def engine(self, size: str, gpus: int) -> None:
         """The row of the engine alone: one closed loop for each GPU, all at once."""
         words = [sys.executable, "-m", "benchmarks.engine", "--device", self.options.device]
@@ -441,6 +482,12 @@ class JobBench:
 
     def measure(self) -> int:
         options = self.options
+        if options.ctc:
+            self.attempt("ctc", self.ctc)
+        if options.meter_seconds:
+            quality = quality_of("strict", None, options.qa_set)
+            for name, given in quality.costly.items() if quality else ():
+                self.attempt(f"meter {name}", self.meter, name, given)
         for size in ["instant"] if options.instant else ["tiny"] if options.tiny else options.sizes:
             alone = not (options.skip_engine or options.instant)
             for gpus in options.gpus if alone else ():
@@ -458,7 +505,7 @@ def main(given: Sequence[str] | None = None) -> int:
     options = read(
         parser(__doc__), given, sizes=["0b6"], gpus=[1], paths=["folder"], slots=1024, seconds=40.0, items=0,
         expected=3000.0, instant=0.0, minutes=60.0, skip_engine=False, warm=False, limit=300.0,
-        cloning=["none"], voices=[20], output="audio", qa=["off"], qa_set=str, meters=1,
+        cloning=["none"], voices=[20], output="audio", qa=["off"], qa_set=str, meters=1, ctc=False, meter_seconds=0.0,
         known={"sizes": ("0b6", "1b7"), "paths": ("folder", "s3"), "cloning": ("none", "vector", "context")},
     )  # fmt: skip
     if options.tiny:

@@ -239,7 +239,7 @@ def missing_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) 
     from pipelines.child_process import CalledChild
 
     # Meters are slow to import, and their libraries print messages, so they run in a child process.
-    child = CalledChild(("-P", "-m", "worker.quality.process"), dict, output=DEVNULL)
+    child = CalledChild(("-P", "-m", "worker.quality.process"), list, output=DEVNULL)
     try:
         child.call({"meters": {_ASR.name: options}, "fetch": fetch}).result()
     except ModelError as error:

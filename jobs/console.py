@@ -169,6 +169,37 @@ def check_interrupts() -> None:
         raise Interrupted(_interrupts[-1])
 
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Signals(Stop):
+    """Interrupts a run at the first signal. While the run cleans up, the next signal ends its worker at
+    once."""
+
+    def __call__(self, number: int, _frame: object) -> None:
+        if self.cleaning:
+            self.kill()
+            return
+        self.cleaning = True
+        self.number = number
+        raise Interrupted(number)
+
+    @contextmanager
+    def installed(self) -> Iterator[Signals]:
+        # Under `nohup` SIGHUP stays ignored, so that the run outlives its terminal.
+        before = {
+            number: signal.signal(number, self)
+            for number in _SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        }
+        try:
+            check_interrupts()
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
 @contextmanager
 def defer_sigint() -> Iterator[None]:
     """Defers Ctrl-C to the end of the block: Python code that C code calls, as in the import of a pydantic

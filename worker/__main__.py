@@ -16,7 +16,9 @@ from jobs.console import (
     PROGRAM,
     F,
     FiniteRange,
+    Interrupted,
     Output,
+    Signals,
     exit_code,
     fail,
     flag,
@@ -246,9 +248,9 @@ def check(job: str, home: str | None, as_json: bool, **given: Any) -> None:
     """Measure the stored audio of JOB with meters, as if they had run during the job.
 
     Without options of checks, those of the job measure the items that they have not measured. A failed item gets the
-    code of its check, and its audio moves to quarantine unless the job keeps it. The job must have completed. To
-    continue after a stop, repeat the command; several machines may run it at once. Exit code 1: a measured item is
-    failed, or an item could not be measured.
+    code of its check, and its audio moves to quarantine unless the job keeps it. The job must have completed. After
+    Ctrl-C or SIGTERM, what was measured is kept; to continue, repeat the command. Several machines may run it at
+    once. Exit code 1: a measured item is failed, or an item could not be measured.
 
     \b
     Examples:
@@ -259,8 +261,13 @@ def check(job: str, home: str | None, as_json: bool, **given: Any) -> None:
 
     _settings()
     output = Output(as_json)
-    with chosen_jobs([job], home) as (found,):
-        checked = run_check(found, {name: one or None for name, one in given.items()}, output.note)
+    with Signals().installed() as signals, chosen_jobs([job], home) as (found,):
+        signals.kill = lambda: os._exit(FAILED)
+        try:
+            checked = run_check(found, {name: one or None for name, one in given.items()}, output.note)
+        except Interrupted:
+            output.note("Stopped. What was measured is kept. To continue, repeat the command.")
+            raise
     view = {"left": checked.left.total(), "left_by_code": checked.left, **measured_view(checked.measured)}
     view["still_failed"] = checked.measured.still_failed
     output.result(str(checked), "nightjar.check/1", job=found.id, **view)
@@ -280,6 +287,8 @@ def main() -> None:
             )
     except click.ClickException as error:
         error.show()
+        sys.exit(error.exit_code)
+    except Interrupted as error:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         sys.exit(128 + signal.SIGINT)

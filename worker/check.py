@@ -8,10 +8,9 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import Any, cast
 
 from msgspec import UNSET
@@ -147,6 +146,8 @@ class _Check:
         self._ledger, self._job, self._settings = found.ledger, found.job, found.settings
         self._quality, self._pool, self._say = quality, pool, say
         self._store, self._id, self.result = found.store, uuid.uuid4().hex, Checked()
+        #: What is not in the ledger yet.
+        self._verdicts = list[Verdict]()
         self._reader, self._lock = AudioReader(self._store), threading.Lock()
         self._lines = ShardLines(found.ledger, self._store, found.id)
 
@@ -155,18 +156,23 @@ class _Check:
         at_once = self._settings.worker.meter_processes * ITEMS_AT_ONCE
         threads = DaemonThreads(at_once, "check")
         try:
-            with self._taken(shard.no) as taken:
-                rows = self._unmeasured(shard) if taken else []
-                if rows:
+            with self._taken(shard.no) as taken, ExitStack() as ended:
+                if rows := self._unmeasured(shard) if taken else []:
                     put_checks(self._store, self._job, self._quality)
-                made = map_ahead(partial(threads.submit, self._verdict), rows, at_once)
-                while some := list(islice(made, at_once)):
-                    verdicts = [one for _, one in some if one]
-                    self._ledger.commit_checks(self._job, verdicts)
+                    # What was measured before an interruption is kept too.
+                    ended.callback(self._commit)
+                for _ in map_ahead(partial(threads.submit, self._measure), rows, at_once):
+                    if len(self._verdicts) >= at_once:
+                        self._commit()
         finally:
             # They wait for the pool, which is closed next.
             threads.shutdown(cancel_futures=True)
         return taken
+
+    def _commit(self) -> None:
+        made = self._verdicts.copy()
+        self._ledger.commit_checks(self._job, made)
+        del self._verdicts[: len(made)]
 
     @contextmanager
     def _taken(self, shard_no: int) -> Generator[bool]:
@@ -196,8 +202,8 @@ class _Check:
         self.result.known += len(rows) - len(left)
         return left
 
-    def _verdict(self, found: tuple[ItemRow, Draw | None]) -> Verdict | None:
-        """The verdict on an item; None if it is left. Raises an error that is not that of one item."""
+    def _measure(self, found: tuple[ItemRow, Draw | None]) -> None:
+        """Adds the verdict on an item, unless it is left. Raises an error that is not that of one item."""
         (row, draw), job, quality = found, self._job, self._quality
         audio = cast("Artifact", row.artifact)
         number, seed, *_, before = astuple(draw) if draw else (0, audio.seed, {})
@@ -218,9 +224,9 @@ class _Check:
             with self._lock:
                 self.result.left[error.code] += 1
                 self._say(f"Item {printable(row.id)} is left ({error.code.value}): {printable(str(error))}")
-            return None
+            return
         record = replace(checked.record, kept=checked.record.kept or quality.on_fail == "keep")
-        return audio, draw, record, checked.message
+        self._verdicts.append((audio, draw, record, checked.message))
 
 
 def _left(quality: Quality, draw: Draw | None) -> dict[str, dict[str, Option]]:

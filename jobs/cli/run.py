@@ -3,11 +3,9 @@ before they write anything."""
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import msgspec
 
 from jobs.cli.jobs import exit_code_of, print_status
 from jobs.cli.options import JobCommand, common_options, files, job_options, models, worker_command
-from jobs.console import FAILED, Interrupted, Output, Stop, check_interrupts, defer_sigint, flag, option
+from jobs.console import FAILED, Interrupted, Output, Signals, defer_sigint, flag, option
 from jobs.embedded import EmbeddedHome, embedded_settings
 from jobs.formatting import counted
 from jobs.gpus import choose_gpus, count_gpus
@@ -32,35 +30,6 @@ from pipelines.errors import ErrorCode, InputError, invalid
 
 #: Maximum number of refused lines that a dry run shows.
 SHOWN_LINES = 10
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Signals(Stop):
-    """Interrupts a run at the first signal. While the run cleans up, the next signal ends its worker at
-    once."""
-
-    def __call__(self, number: int, _frame: object) -> None:
-        if self.cleaning:
-            self.kill()
-            return
-        self.cleaning = True
-        self.number = number
-        raise Interrupted(number)
-
-    @contextmanager
-    def installed(self) -> Iterator[Signals]:
-        # Under `nohup` SIGHUP stays ignored, so that the run outlives its terminal.
-        before = {
-            number: signal.signal(number, self)
-            for number in _SIGNALS
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-        }
-        try:
-            check_interrupts()
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 @click.command(cls=JobCommand)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from importlib.util import find_spec
@@ -145,7 +145,12 @@ class TextMeter:
         self.gate = gate
         self.measured: list[str] = []
 
-    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+    def measure(
+        self, meters: Mapping[str, Mapping[str, Option]], utterances: Sequence[Utterance]
+    ) -> Sequence[Readings]:
+        return [self.measure_one(meters, one) for one in utterances]
+
+    def measure_one(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
         if self.gate is not None:
             assert self.gate.wait(500)
         self.measured.append(utterance.text)
@@ -178,7 +183,7 @@ class Costs(TextMeter):
         #: Texts of the draws that were measured.
         self.texts: set[str] = set()
 
-    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+    def measure_one(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
         words = Markers.of(utterance.text).words
         self.measured += meters
         self.texts.add(utterance.text)

@@ -1,5 +1,5 @@
-"""The aligner: finds when each word of a known text is said, by a CTC model and the Viterbi algorithm (Graves et al.,
-2006; Kürzinger et al., 2020)."""
+"""Meters that read speech with a CTC model (Graves et al., 2006): `asr`, and the aligner, which finds when each word of a
+known text is said by the Viterbi algorithm (Kürzinger et al., 2020)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from pipelines.audio import FRAME_SECONDS, frame_powers
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.request import Word
 from pipelines.words import are_spaced, words_of
-from worker.quality.meters import SAMPLE_RATE, Reading, Readings, Utterance
+from worker.quality.meters import (
+    SAMPLE_RATE,
+    Reading,
+    Readings,
+    Utterance,
+    error_rates,
+    torch_device,
+)
 
 #: Longer speech is read in windows of this length, with this context on both sides, so many at once.
 WINDOW_SECONDS, CONTEXT_SECONDS, BATCH = 20, 1, 8
@@ -28,38 +35,100 @@ SCORE_SECONDS = 0.2
 _SOUND_POWER, _PAUSE_SECONDS = 1e-4, 0.06
 
 
-class AlignMeter:
-    """Score `align`, and the times of words: how well speech fits its text at its worst place.
+class CtcMeter:
+    """A meter that reads speech with the CTC model in the folder `model`, in Hugging Face's layout, whose tokens are
+    characters: score `align` and the times of words, how well speech fits its text at its worst place, or if it `hears`,
+    `wer` and `cer` by the most likely tokens, whose words become their detail.
 
-    The score is the log probability of the text less that of the best tokens, in nats a frame: 0 if the model hears
+    `align` is the log probability of the text less that of the best tokens, in nats a frame: 0 if the model hears
     exactly the text. Skipped words are tokens where it hears others, repeated ones are sound where the text has none.
-    `model`: the folder of a CTC model in Hugging Face's layout, whose tokens are characters. A word without a token of
-    the model, such as a number, is aligned to whatever is said in its place.
+    A word without a token of the model, such as a number, is aligned to whatever is said in its place.
     """
 
-    def __init__(self, model: str, device: str = "cpu", threads: int = 1) -> None:
+    def __init__(
+        self, model: str, device: str = "auto", threads: int = 1, language: str = "", *, hears: bool = False
+    ) -> None:
+        # Its types depend on what is installed.
         import torch
 
-        # Its types depend on what is installed.
         library: Any = import_module("transformers")
-        torch.set_num_threads(threads)
         folder, kinds = Path(model).expanduser(), ("AutoFeatureExtractor", "AutoTokenizer", "AutoModelForCTC")
         try:
-            self._features, tokenizer, network = (
+            self._features, self._tokenizer, network = (
                 getattr(library, kind).from_pretrained(str(folder), local_files_only=True) for kind in kinds
             )
-            self._torch, self._model = torch, network.eval().to(device)
+            self._torch, self._model = torch, network.eval().to(torch_device(device, threads))
         except Exception as error:
             raise ModelError(
                 ErrorCode.MODEL_BAD_CHECKPOINT,
-                f"The model {model[:200]!r} of the meter align cannot be opened: {error}.",
-                "Give the folder of a CTC model in Hugging Face's layout: `--qa-set meters.align.model=FOLDER`.",
+                f"The CTC model {model[:200]!r} of a meter cannot be opened: {error}.",
+                "Give the folder of one in Hugging Face's layout: `--qa-set meters.METER.model=FOLDER`.",
             ) from error
-        self._vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self._language, self._hears = language, hears
+        #: Whether the model can leave out the silence after a shorter piece.
+        self._masks = self._features.return_attention_mask and not getattr(
+            network.config, "add_adapter", False
+        )
+        self._vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         self._blank = int(network.config.pad_token_id)
 
     def measure(self, utterance: Utterance) -> Readings:
-        audio = utterance.resampled()
+        return self.measure_batch([utterance])[0]
+
+    def measure_batch(self, utterances: Sequence[Utterance]) -> Sequence[Readings]:
+        audios = [one.resampled() for one in utterances]
+        readings = self._heard if self._hears else self._aligned
+        found = zip(utterances, audios, self._log_probs(audios), strict=True)
+        return [readings(one, audio, *log_probs) for one, audio, log_probs in found]
+
+    def _heard(self, utterance: Utterance, _: object, log_probs: NDArray[np.float32], __: float) -> Readings:
+        heard = self._tokenizer.decode(log_probs.argmax(axis=1))
+        return error_rates(utterance.text, heard, utterance.language or self._language)
+
+    def _log_probs(self, audios: Sequence[NDArray[np.float32]]) -> list[tuple[NDArray[np.float32], float]]:
+        """Log probabilities [frames, tokens] of each audio [samples], and the seconds of a frame."""
+        window, context = WINDOW_SECONDS * SAMPLE_RATE, CONTEXT_SECONDS * SAMPLE_RATE
+        pieces = list[tuple[int, NDArray[np.float32]]]()
+        for owner, audio in enumerate(audios):
+            padded, starts = np.pad(audio, (0, max(0, SAMPLE_RATE - len(audio)))), range(1)
+            if len(audio) > window + context:
+                padded, starts = np.pad(audio, (context, context + window)), range(0, len(audio), window)
+            pieces += [(owner, padded[at : at + window + 2 * context]) for at in starts]
+        # Pieces of one batch have about one length.
+        pieces.sort(key=lambda piece: len(piece[1]))
+        found, samples = [list[NDArray[np.float32]]() for _ in audios], 0
+        at_once = BATCH if self._masks else 1
+        for first in range(0, len(pieces), at_once):
+            owners, batch = zip(*pieces[first : first + at_once], strict=True)
+            read = self._read(batch)
+            samples = _STRIDE_UNIT * round(len(batch[-1]) / len(read[-1]) / _STRIDE_UNIT)
+            for owner, piece, log_probs in zip(owners, batch, read, strict=True):
+                is_window = len(piece) == window + 2 * context
+                kept = log_probs[context // samples :][: window // samples] if is_window else log_probs
+                found[owner].append(kept)
+        return [
+            (np.concatenate(own)[: -(-len(audio) // samples)], samples / SAMPLE_RATE)
+            for audio, own in zip(audios, found, strict=True)
+        ]
+
+    def _read(self, pieces: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
+        """Log probabilities [frames, tokens] of each piece [samples]."""
+        given = self._features(list(pieces), sampling_rate=SAMPLE_RATE, padding=True, return_tensors="pt").to(
+            self._model.device
+        )
+        with self._torch.inference_mode():
+            found = self._model(**given).logits.float().log_softmax(-1).cpu().numpy()
+        if not self._masks:
+            return list(found)
+        lengths, config = given["attention_mask"].sum(1), self._model.config
+        if given["attention_mask"].shape[1] != found.shape[1]:
+            for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
+                lengths = (lengths - kernel) // stride + 1
+        return [one[:length] for one, length in zip(found, lengths.tolist(), strict=True)]
+
+    def _aligned(
+        self, utterance: Utterance, audio: NDArray[np.float32], log_probs: NDArray[np.float32], stride: float
+    ) -> Readings:
         spoken = [(word, tokens) for word in words_of(utterance.text) if (tokens := self._tokens(word))]
         if not spoken or not len(audio):
             return {}
@@ -69,7 +138,8 @@ class AlignMeter:
             if number and "|" in self._vocabulary and are_spaced(spoken[number - 1][0], word):
                 pairs.append((self._vocabulary["|"], -1))
             pairs += [(token, number) for token in own]
-        log_probs, stride = self._log_probs(audio)
+        anything = np.delete(log_probs, self._blank, axis=1).max(axis=1, keepdims=True)
+        log_probs = np.concatenate([log_probs, anything], axis=1)
         path = viterbi(log_probs, [token for token, _ in pairs], self._blank)
         if path is None:
             return {"align": Reading(float(log_probs.min()), "the speech is shorter than its text")}
@@ -87,28 +157,6 @@ class AlignMeter:
         letters = (one for one in text if unicodedata.category(one)[0] in "LM" or one == "'")
         known = [self._vocabulary[one] for one in letters if one in self._vocabulary]
         return known or [-1] * any(one.isalnum() for one in text)
-
-    def _log_probs(self, audio: NDArray[np.float32]) -> tuple[NDArray[np.float32], float]:
-        """Log probabilities [frames, tokens + 1], the last of anything but the blank, and the seconds of a frame."""
-        window, context = WINDOW_SECONDS * SAMPLE_RATE, CONTEXT_SECONDS * SAMPLE_RATE
-        pieces = [np.pad(audio, (0, max(0, SAMPLE_RATE - len(audio))))]
-        if len(audio) > window + context:
-            padded = np.pad(audio, (context, context + window))
-            pieces = [padded[at : at + window + 2 * context] for at in range(0, len(audio), window)]
-        found: list[NDArray[np.float32]] = []
-        for first in range(0, len(pieces), BATCH):
-            batch = pieces[first : first + BATCH]
-            given = self._features(batch, sampling_rate=SAMPLE_RATE, return_tensors="pt").to(
-                self._model.device
-            )
-            with self._torch.inference_mode():
-                found += list(self._model(**given).logits.float().log_softmax(-1).cpu().numpy())
-        samples = _STRIDE_UNIT * round(len(pieces[0]) / len(found[0]) / _STRIDE_UNIT)
-        if len(pieces) > 1:
-            found = [one[context // samples :][: window // samples] for one in found]
-        log_probs = np.concatenate(found)[: -(-len(audio) // samples)]
-        anything = np.delete(log_probs, self._blank, axis=1).max(axis=1, keepdims=True)
-        return np.concatenate([log_probs, anything], axis=1), samples / SAMPLE_RATE
 
 
 def viterbi(log_probs: NDArray[np.float32], ids: Sequence[int], blank: int) -> NDArray[np.int64] | None:

@@ -1,8 +1,8 @@
 """Separate processes for meters, so that they share neither the interpreter lock nor the GPU with the engine, and
 a crash of a meter does not end the worker; and their pool, in which draws wait without blocking the engine.
 
-This module has the code of the worker and of the child process. One call opens the meters of a draw, another one
-measures it.
+This module has the code of the worker and of the child process. One call opens the meters of a batch of draws, another
+one measures it.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import msgspec
 import structlog
 
 from jobs.checks import METERS, Bound, Option
-from pipelines.child_process import CalledChild, ChildEndedError, answer_calls, helper_environment
+from jobs.gpus import count_gpus
+from pipelines.child_process import CalledChild, ChildEndedError, answer_calls
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, ModelError, NightjarError
-from worker.quality.meters import Meter, Reading, Readings, Utterance, missing_weights, open_meter
+from worker.quality.meters import Reading, Readings, Utterance, missing_weights, open_meter
 
 log = structlog.get_logger(__name__)
 
@@ -34,6 +36,8 @@ DRAW_SECONDS, DRAW_SECONDS_PER_SECOND = 60.0, 10.0
 #: Maximum number of waiting draws, and of the samples of all draws in the pool (1 GiB). When either is reached, the
 #: engine is not fed.
 MAX_WAITING, MAX_SAMPLES = 1024, 1 << 28
+#: Maximum number of draws that a process measures at once.
+BATCH = 16
 #: If meters hang on this number of consecutive items, the meters are assumed to be the cause, not the items.
 HANGS_IN_A_ROW = 3
 #: Maximum number of consecutive outages. Later hangs count as failures of the items again, because otherwise a job whose
@@ -52,46 +56,44 @@ class MeterHangError(MeterError):
     """A meter did not answer in time (`qa.meter`); its process was killed."""
 
 
-class _Draw(msgspec.Struct, frozen=True):
-    """A call to the child process: a draw to measure, or meters to open or to find."""
+class _Draws(msgspec.Struct, frozen=True):
+    """A call to the child process: draws to measure, or meters to open or to find."""
 
     meters: Mapping[str, Mapping[str, Option]]
     #: None: the meters are only opened, not run.
-    utterance: Utterance | None = None
+    utterances: Sequence[Utterance] = ()
     #: If not None, the meters' weights are only looked for, and downloaded if this is True (`jobs.checks`).
     fetch: bool | None = None
 
 
 @dataclass(eq=False)
 class MeterProcess:
-    """A child process that measures one draw at a time, started by the first draw and restarted after a crash or
-    hang."""
+    """A child process that measures one batch of draws at a time, started by the first one and restarted after a crash
+    or hang."""
 
     draw_seconds: float = DRAW_SECONDS
     seconds_per_second: float = DRAW_SECONDS_PER_SECOND
     opening_seconds: float = OPENING_SECONDS
-    _child: CalledChild[dict[str, Reading]] | None = None
+    _child: CalledChild[list[dict[str, Reading]]] | None = None
     _stopped: bool = False
-    #: Whether a meter has asked for another device than the CPU.
-    _has_gpu: bool = False
 
-    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
-        """Measures a draw. Raises `MeterError` if a meter fails or crashes, `MeterHangError` if it takes too long, and
-        `ModelError` if one cannot be opened (`model.unreachable` if that takes too long)."""
-        seconds = self.draw_seconds + self.seconds_per_second * len(utterance.samples) / utterance.sample_rate
-        if any(chosen.get("device", "cpu") != "cpu" for chosen in meters.values()) and not self._has_gpu:
-            self._has_gpu = True
-            self.close()
+    def measure(
+        self, meters: Mapping[str, Mapping[str, Option]], utterances: Sequence[Utterance]
+    ) -> Sequence[Readings]:
+        """Measures at least one draw. Raises `MeterError` if a meter fails or crashes, `MeterHangError` if it takes longer than the
+        longest draw may, and `ModelError` if one cannot be opened (`model.unreachable` if that takes too long)."""
+        longest = max(len(one.samples) / one.sample_rate for one in utterances)
+        seconds = self.draw_seconds + self.seconds_per_second * longest
         child = self._child if self._child is not None and not self._child.ended else self._start()
         opened = False
         try:
-            child.call(_Draw(meters)).result(self.opening_seconds)
+            child.call(_Draws(meters)).result(self.opening_seconds)
             opened = True
-            return child.call(_Draw(meters, utterance)).result(seconds)
+            return child.call(_Draws(meters, utterances)).result(seconds)
         except TimeoutError as error:
             self.close()
             if opened:
-                raise MeterHangError(f"The meters took more than {seconds:.0f} s for one draw.") from error
+                raise MeterHangError(f"The meters took more than {seconds:.0f} s.") from error
             raise ModelError(
                 ErrorCode.MODEL_UNREACHABLE,
                 f"The meters {', '.join(meters)} were not open after {self.opening_seconds:g} s.",
@@ -113,13 +115,11 @@ class MeterProcess:
         if child is not None:
             child.close()
 
-    def _start(self) -> CalledChild[dict[str, Reading]]:
+    def _start(self) -> CalledChild[list[dict[str, Reading]]]:
         self.close()
-        # Each process runs on one core, with a lower priority than the worker, and without a GPU unless a meter wants
-        # one.
-        program = ("-m", "worker.quality.process")
-        environment = {} if self._has_gpu else helper_environment()
-        child = self._child = CalledChild(program, dict[str, Reading], environment)
+        # Each process runs on one core, with a lower priority than the worker.
+        program, cores = ("-m", "worker.quality.process"), os.environ.get("OMP_NUM_THREADS", "1")
+        child = self._child = CalledChild(program, list[dict[str, Reading]], {"OMP_NUM_THREADS": cores})
         if self._stopped:
             # `stop` was called while this process was being started.
             child.kill()
@@ -141,8 +141,16 @@ class MeterTask:
     bounds: Mapping[str, Bound] = field(default_factory=dict[str, Bound])
 
 
+#: A draw that waits, and its future.
+_Waiting = tuple[MeterTask, Future[Readings]]
+
+
 class MeterPool:
     """Meter processes, with one thread each. `submit` never waits, so a slow meter delays items but not the engine.
+
+    With a GPU, draws that wait for the same meters are measured in batches. If a batch fails, each of its draws is
+    measured alone, so a draw never fails because of another one; if it takes too long, these meters get no batches any
+    more.
 
     The engine is not fed while the pool is `full`. After meters hang on `HANGS_IN_A_ROW` consecutive items, each hang is
     an outage (`model.unreachable`), until the meters answer again or `OUTAGES_IN_A_ROW` outages were reported.
@@ -154,6 +162,10 @@ class MeterPool:
         self._idle: queue.SimpleQueue[MeterProcess] = queue.SimpleQueue()
         for host in self._hosts:
             self._idle.put(host)
+        self._batch = BATCH if count_gpus() else 1
+        self._waiting = deque[_Waiting]()
+        #: Meters whose batches took too long.
+        self._one_by_one = set[bytes]()
         #: Meters -> (items on which they hung since their last answer, number of reported outages).
         self._hung: dict[bytes, tuple[set[str], int]] = {}
         self._lock = threading.Lock()
@@ -163,27 +175,29 @@ class MeterPool:
 
     @property
     def full(self) -> bool:
-        return self._threads.waiting >= MAX_WAITING or self._samples >= MAX_SAMPLES
+        return len(self._waiting) >= MAX_WAITING or self._samples >= MAX_SAMPLES
 
     def submit(self, task: MeterTask) -> Future[Readings]:
         """Measures a draw. The future raises the errors of `MeterProcess.measure`, `ModelError` for an outage, and
         `CancelledError` if the task is abandoned or the pool is closed first. Raises `CancelledError` if the pool is
         already closed."""
-        try:
-            future = self._threads.submit(self._measured, task)
-        except RuntimeError:
-            raise CancelledError from None
-        samples = len(task.utterance.samples)
-        self._count_samples(samples)
+        future, samples = Future[Readings](), len(task.utterance.samples)
+        with self._lock:
+            if self._closing:
+                raise CancelledError
+            self._waiting.append((task, future))
+            self._samples += samples
+            self._threads.submit(self._measure_some)
         future.add_done_callback(lambda _: self._count_samples(-samples))
         return future
 
     def close(self) -> None:
         """Cancels all tasks, and ends the processes."""
-        self._closing = True
+        with self._lock:
+            self._closing = True
         for host in self._hosts:
             host.stop()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True)
         for host in self._hosts:
             host.close()
 
@@ -191,80 +205,120 @@ class MeterPool:
         with self._lock:
             self._samples += more
 
-    def _measured(self, task: MeterTask) -> Readings:
-        if self._closing or task.abandoned():
-            raise CancelledError
-        meters, host = msgspec.json.encode(task.meters), self._idle.get()
-        readings: dict[str, Any] = {}
+    def _measure_some(self) -> None:
+        """Measures waiting draws that have the same meters; none if an earlier call took them."""
+        some = list[_Waiting]()
+        with self._lock:
+            # The processes share what waits.
+            count = min(self._batch, -(-len(self._waiting) // len(self._hosts)))
+            meters = self._waiting[0][0].meters if self._waiting else {}
+            if msgspec.json.encode(meters) in self._one_by_one:
+                count = 1
+            while len(some) < count and self._waiting and self._waiting[0][0].meters == meters:
+                some.append(self._waiting.popleft())
+        for task, future in some:
+            if self._closing or task.abandoned():
+                future.cancel()
+        host = self._idle.get()
         try:
-            for name, options in task.meters.items():
-                readings |= host.measure({name: options}, task.utterance)
-                if any(
-                    Reading(*one).passes(task.bounds.get(score)) is False for score, one in readings.items()
-                ):
-                    break
-        except Exception as error:
-            if self._closing:
-                # `close` interrupted the measurement, which is not a fault of the draw.
-                raise CancelledError from error
-            if isinstance(error, MeterHangError):
-                self._count_hang(meters, task, error)
-            elif not isinstance(error, ModelError):
-                self._hung.pop(meters, None)
-            raise
+            self._measure([one for one in some if not one[1].done()], host)
         finally:
             self._idle.put(host)
-        self._hung.pop(meters, None)
-        return readings
 
-    def _count_hang(self, meters: bytes, task: MeterTask, error: MeterHangError) -> None:
-        """Counts a hang. Raises an outage instead if the meters hung on too many items since their last answer."""
+    def _measure(self, some: Sequence[_Waiting], host: MeterProcess) -> None:
+        """Measures draws that have the same meters, and sets their futures."""
+        if not some:
+            return
+        task, future = some[0]
+        meters, found = msgspec.json.encode(task.meters), [dict[str, Any]() for _ in some]
+        passing = list(zip((task for task, _ in some), found, strict=True))
+        try:
+            for name, options in task.meters.items():
+                given = [task.utterance for task, _ in passing]
+                for (_, readings), more in zip(passing, host.measure({name: options}, given), strict=True):
+                    readings.update(more)
+                passing = [(task, readings) for task, readings in passing if _passes(readings, task.bounds)]
+                if not passing:
+                    break
+        except Exception as error:  # noqa: BLE001 - the futures report it
+            if self._closing:
+                # `close` interrupted the measurement, which is not a fault of the draws.
+                for _, future in some:
+                    future.cancel()
+            elif len(some) == 1 or isinstance(error, ModelError):
+                if isinstance(error, MeterHangError):
+                    error = self._counted_hang(meters, task, error)
+                elif not isinstance(error, ModelError):
+                    self._hung.pop(meters, None)
+                for _, future in some:
+                    future.set_exception(error)
+            else:
+                if isinstance(error, MeterHangError):
+                    self._one_by_one.add(meters)
+                for one in some:
+                    self._measure([one], host)
+            return
+        self._hung.pop(meters, None)
+        for (_, future), readings in zip(some, found, strict=True):
+            future.set_result(readings)
+
+    def _counted_hang(
+        self, meters: bytes, task: MeterTask, error: MeterHangError
+    ) -> MeterHangError | ModelError:
+        """Counts a hang. Returns an outage instead if the meters hung on too many items since their last answer."""
         with self._lock:
             items, outages = self._hung.get(meters, (set[str](), 0))
             items.add(task.item)
             is_outage = len(items) >= HANGS_IN_A_ROW and outages < OUTAGES_IN_A_ROW
             self._hung[meters] = items, outages + is_outage
-        if is_outage:
-            log.error("meters hang", meters=list(task.meters), error=error.message)
-            raise ModelError(
-                ErrorCode.MODEL_UNREACHABLE,
-                f"The meters {', '.join(task.meters)} hung on {HANGS_IN_A_ROW} items in a row: {error.message}",
-                "Items wait until the meters answer again. Use a smaller model or more cores.",
-            ) from error
+        if not is_outage:
+            return error
+        log.error("meters hang", meters=list(task.meters), error=error.message)
+        return ModelError(
+            ErrorCode.MODEL_UNREACHABLE,
+            f"The meters {', '.join(task.meters)} hung on {HANGS_IN_A_ROW} items in a row: {error.message}",
+            "Items wait until the meters answer again. Use a smaller model or more cores.",
+        )
 
 
-def _answer(draw: _Draw) -> dict[str, Reading]:
-    """The readings of the meters. Raises `ModelError` for one that cannot be opened."""
-    if draw.fetch is not None:
-        if (error := missing_weights(draw.meters, fetch=draw.fetch)) is not None:
+def _passes(readings: Mapping[str, Any], bounds: Mapping[str, Bound]) -> bool:
+    return all(Reading(*one).passes(bounds.get(score)) is not False for score, one in readings.items())
+
+
+def _answer(draws: _Draws) -> list[dict[str, Reading]]:
+    """The readings of each draw. Raises `ModelError` for a meter that cannot be opened."""
+    if draws.fetch is not None:
+        if (error := missing_weights(draws.meters, fetch=draws.fetch)) is not None:
             raise error
-        return {}
-    meters = [_opened(name, msgspec.json.encode(options)) for name, options in draw.meters.items()]
-    readings: dict[str, Reading] = {}
-    for meter in meters:
-        if draw.utterance is not None and meter is not None:
-            for name, found in meter.measure(draw.utterance).items():
+        return []
+    opened = [_opened(name, msgspec.json.encode(options)) for name, options in draws.meters.items()]
+    answers = [dict[str, Reading]() for _ in draws.utterances]
+    for measure in opened if answers else ():
+        for readings, scores in zip(answers, measure(draws.utterances), strict=False):
+            for name, found in scores.items():
                 # Numbers such as those of NumPy are converted for the message.
                 reading = found if isinstance(found, Reading) else Reading(*found)
-                plain = float(reading.value), str(reading.detail), bool(reading.judged)
-                readings[name] = Reading(*plain, reading.words)
-    return readings
+                readings[name] = Reading(
+                    float(reading.value), str(reading.detail), bool(reading.judged), reading.words
+                )
+    return answers
 
 
 @cache
-def _opened(name: str, options: bytes) -> Meter | None:
-    """The meter with these options as JSON, opened at first use."""
+def _opened(name: str, options: bytes) -> Callable[[Sequence[Utterance]], Iterable[Readings]]:
+    """What measures draws by the meter with these options as JSON, opened at first use."""
     try:
-        return open_meter(name, msgspec.json.decode(options))
+        meter = open_meter(name, msgspec.json.decode(options))
     except ModelError as error:
         # Without this optional meter, the scores that the worker measured itself remain, and their details say so.
         if name in METERS and METERS[name].optional and error.code is ErrorCode.CONFIG_MISSING_LIBRARY:
-            return None
+            return lambda _: ()
         raise
+    return getattr(meter, "measure_batch", partial(map, meter.measure))
 
 
 if __name__ == "__main__":
     os.nice(5)
     answer_calls(
-        _Draw, _answer, lambda error: MeterError(f"A meter failed: {type(error).__name__}: {error}"[:500])
+        _Draws, _answer, lambda error: MeterError(f"A meter failed: {type(error).__name__}: {error}"[:500])
     )

@@ -83,6 +83,32 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Home:
     return Home(tmp_path_factory.mktemp("check"))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_check_that_is_asked_to_end_leaves_its_shard_and_keeps_what_it_measured(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    home = Home(tmp_path)
+    process = home.start("check", home.job, *CHECKS)
+    deadline = time.monotonic() + 240
+    while len(home.measured()) < 6:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(number)
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out) == (128 + number, "")
+    assert errors == "Stopped. What was measured is kept. To continue, repeat the command.\n"
+    before = home.measured()
+    began = time.monotonic()
+    ended = home.run("check", home.job, *CHECKS)
+    assert "Another check" not in ended.stderr
+    assert time.monotonic() - began < 50, "the lease was not released"
+    texts = Counter(line.partition(" ")[2] for line in home.measured())
+    assert len(texts) == ITEMS
+    # Only the draw that was being measured, and one whose answer was on its way.
+    assert sum(count > 1 for count in texts.values()) <= 2 < len(before)
+
+
 def test_a_check_that_is_killed_goes_on_where_it_was(made: Home) -> None:
     process = made.start("check", made.job, *CHECKS)
     deadline = time.monotonic() + 240

@@ -66,8 +66,8 @@ def build(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
 class AllGood(Costs):
     """Hears no fault."""
 
-    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
-        return super().measure(meters, dataclasses.replace(utterance, text="good"))
+    def measure_one(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+        return super().measure_one(meters, dataclasses.replace(utterance, text="good"))
 
 
 class Slow(Costs):
@@ -77,9 +77,9 @@ class Slow(Costs):
         super().__init__()
         self.seconds = seconds
 
-    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+    def measure_one(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
         time.sleep(self.seconds)
-        return super().measure(meters, utterance)
+        return super().measure_one(meters, utterance)
 
 
 def run(rig: Rig, texts: list[str], checks: Quality | None, **spec: object) -> Job:
@@ -192,10 +192,10 @@ def test_a_repeated_check_measures_only_what_is_left(build: Callable[..., Rig]) 
     assert 0 < sampled < 50
 
     class Dies(Costs):
-        def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+        def measure_one(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
             if len(self.measured) > 4 * 45:
                 raise ModelError(ErrorCode.MODEL_UNREACHABLE, "Gone.")
-            return super().measure(meters, utterance)
+            return super().measure_one(meters, utterance)
 
     with pytest.raises(ModelError):
         check(rig, job, quality(), Dies())
@@ -229,10 +229,10 @@ def test_the_rest_of_a_sample_is_measured_by_the_jobs_own_checks(build: Callable
 
 def test_an_item_that_a_meter_fails_on_is_left(build: Callable[..., Rig]) -> None:
     class Fails(Costs):
-        def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+        def measure_one(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
             if utterance.text == "two":
                 raise MeterError("It broke.")
-            return super().measure(meters, utterance)
+            return super().measure_one(meters, utterance)
 
     rig, told = build(), list[str]()
     job = run(rig, ["one", "two", "three"], quality("basic"))
@@ -254,10 +254,10 @@ def test_a_running_job_is_refused_and_one_that_runs_again_is_left_alone(build: C
     class Reopens(Costs):
         """A person runs failed items again while the check runs."""
 
-        def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+        def measure_one(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
             if not self.measured:
                 assert rig.ledger.retry(job.id, None) == 3
-            return super().measure(meters, utterance)
+            return super().measure_one(meters, utterance)
 
     check(rig, job, quality("strict", "sample=0.7"))
     failed = rig.status(job).items.failed
@@ -273,12 +273,12 @@ def test_an_item_that_was_repaired_meanwhile_keeps_its_state(build: Callable[...
     job = run(rig, ["one", "[[wer:1]] two"], quality("basic"))
 
     class Replaces(Costs):
-        def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+        def measure_one(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
             found = rig.items(job)[1].artifact
             if found is not None and found.sha256 != "other":
                 other = msgspec.structs.replace(found, sha256="other")
                 assert rig.ledger.replace_artifact(job.id, other, found.sha256)
-            return super().measure(meters, utterance)
+            return super().measure_one(meters, utterance)
 
     # Both are read before they are measured.
     check(rig, job, quality(), Replaces())
@@ -358,7 +358,7 @@ def test_a_check_that_measures_nothing_says_why(build: Callable[..., Rig]) -> No
         assert said == ("No item is measured: none could be." if text == "one" else no_audio)
 
     class Deaf(Costs):
-        def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+        def measure_one(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
             return {}
 
     assert "no score" in str(result(rig, job, host=Deaf()))
@@ -411,13 +411,13 @@ def test_what_others_measured_meanwhile_is_kept(build: Callable[..., Rig]) -> No
     job = run(rig, ["one"], quality("basic"))
 
     class Late(Costs):
-        def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+        def measure_one(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
             if not self.measured:
                 (item,), (row,) = audio_items(rig.ledger, rig.store, job.id), rig.ledger.draws(job.id)
                 scores = {**row.draw.scores, "similarity": Score(0.9, None, "")}
                 new = msgspec.structs.replace(row.draw, scores=scores)
                 rig.ledger.commit_checks(job, [(item.artifact, row.draw, new, "")])
-            return super().measure(meters, utterance)
+            return super().measure_one(meters, utterance)
 
     result(rig, job, host=Late())
     (row,) = rig.ledger.draws(job.id)

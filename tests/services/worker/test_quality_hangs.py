@@ -26,10 +26,10 @@ from worker.result_writer import ResultWriter
 class Hanging(TextMeter):
     """Never answers on a text that begins with "Hang"."""
 
-    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+    def measure_one(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
         if utterance.text.startswith("Hang"):
             raise MeterHangError("It took long.")
-        return super().measure(meters, utterance)
+        return super().measure_one(meters, utterance)
 
 
 @pytest.fixture

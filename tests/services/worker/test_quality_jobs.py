@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -344,10 +344,10 @@ def test_an_outage_of_a_meter_spends_no_attempt_and_asks_for_nothing_more(
     ended = threading.Event()
 
     class Away(TextMeter):
-        def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+        def measure_one(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
             if self.measured:
                 assert ended.wait(240)
-            super().measure(meters, utterance)
+            super().measure_one(meters, utterance)
             raise ModelError(ErrorCode.MODEL_UNREACHABLE, "The hub is away.", "Wait.")
 
     meter = Away()
@@ -438,10 +438,12 @@ class Counting(MeterProcess):
         super().__init__()
         self.texts: dict[str, list[str]] = {}
 
-    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+    def measure(
+        self, meters: Mapping[str, Mapping[str, Option]], utterances: Sequence[Utterance]
+    ) -> Sequence[Readings]:
         for meter in meters:
-            self.texts.setdefault(meter, []).append(utterance.text)
-        return super().measure(meters, utterance)
+            self.texts.setdefault(meter, []).extend(one.text for one in utterances)
+        return super().measure(meters, utterances)
 
 
 def test_planted_faults_are_all_found_and_most_cost_no_meter(build: Build, tmp_path: Path) -> None:

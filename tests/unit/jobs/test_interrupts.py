@@ -8,8 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from jobs.cli.run import Signals
-from jobs.console import Interrupted, record_interrupts
+from jobs.console import Interrupted, Signals, record_interrupts
 
 
 def test_a_swallowed_interrupt_ends_the_run_that_follows() -> None:

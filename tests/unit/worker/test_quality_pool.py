@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -35,12 +35,14 @@ class Blocked(MeterProcess):
         self.fail = fail
         self.measured = 0
 
-    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+    def measure(
+        self, meters: Mapping[str, Mapping[str, Option]], utterances: Sequence[Utterance]
+    ) -> Sequence[Readings]:
         assert self._go.wait(240)
-        self.measured += 1
+        self.measured += len(utterances)
         if self.fail is not None:
             raise self.fail
-        return {"sum": (float(utterance.samples.sum()), "")}
+        return [{"sum": (float(one.samples.sum()), "")} for one in utterances]
 
     def stop(self) -> None:
         """Is let go by its test."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
@@ -117,10 +117,10 @@ def test_items_in_python_have_their_words(build: Build) -> None:
 class Host:
     """Meters that give each word the same share of the time."""
 
-    def measure(self, meters: Mapping[str, object], utterance: Utterance) -> Readings:
+    def measure(self, meters: Mapping[str, object], utterances: Sequence[Utterance]) -> Sequence[Readings]:
         assert [*meters] == ["align"]
-        words = even_words(utterance.text, len(utterance.samples) / utterance.sample_rate)
-        return {"align": Reading(-0.5, "aligned", words=words)}
+        words = (even_words(one.text, len(one.samples) / one.sample_rate) for one in utterances)
+        return [{"align": Reading(-0.5, "aligned", words=one)} for one in words]
 
     def stop(self) -> None:
         return
