@@ -205,10 +205,10 @@ class _Call(msgspec.Struct, frozen=True):
     content: Any
 
 
-class _Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+class _Answer(msgspec.Struct, frozen=True):
     number: int
-    content: Any = None
-    error: NightjarError | None = None
+    #: An answer, or a `NightjarError`.
+    content: Any
 
 
 class CalledChild(Child[_Answer], Generic[T]):
@@ -280,8 +280,8 @@ class CalledChild(Child[_Answer], Generic[T]):
                     answered = self._waiting.pop(answer.number, None)
                 if answered is None:  # its caller was interrupted
                     continue
-                if answer.error is not None:
-                    answered.set_exception(answer.error)
+                if isinstance(answer.content, NightjarError):
+                    answered.set_exception(answer.content)
                 else:
                     answered.set_result(msgspec.convert(answer.content, self._answer))
         with self._lock:
@@ -305,12 +305,11 @@ def answer_calls(
 
     def answered(call: _Call) -> None:
         try:
-            message = _Answer(call.number, answer(msgspec.convert(call.content, content)))
+            made = answer(msgspec.convert(call.content, content))
         except Exception as error:  # noqa: BLE001 - every error is sent to the parent
-            ours = error if isinstance(error, NightjarError) else failure(error)
-            message = _Answer(call.number, error=ours)
+            made = error if isinstance(error, NightjarError) else failure(error)
         with suppress(OSError):
-            channel.send(message)
+            channel.send(_Answer(call.number, made))
 
     with suppress(EOFError, OSError):
         while True:

@@ -71,17 +71,13 @@ def _extension(shared: list[int], value: object) -> object:
 
 
 class LostArraysError(ConnectionError):
-    """A message came without its arrays, because this process has too many open files. The channel is whole."""
+    """A message came without its arrays, because this process has too many open files. The channel is whole. The
+    argument has the other fields of the message."""
 
     #: For the request that the message is about.
     error = SynthesisError(
         ErrorCode.SYNTH_ENGINE, "A process has too many open files.", "Raise their limit (ulimit -n)."
     )
-
-    def __init__(self, fields: dict[str, Any]) -> None:
-        """`fields`: those of the message."""
-        super().__init__(self.error.message)
-        self.fields = fields
 
 
 class Channel(Generic[T]):

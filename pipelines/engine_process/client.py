@@ -117,7 +117,7 @@ class EngineProcess:
         self._ended: NightjarError | None = None
         #: Why `start` accepts no more requests.
         self._closed: NightjarError | None = None
-        self._opened: Future[Opened] = Future()
+        self._opened = Future[Opened]()
         self._child: Child[ToClient] | None = None
         # The host's thread starts the child and receives its messages. The kernel kills the child when this
         # thread ends.
@@ -263,7 +263,7 @@ class EngineProcess:
                     try:
                         self._handle(child.channel.receive())
                     except LostArraysError as lost:
-                        _notify(self._remove(lost.fields["number"], cancel=True), Failed(lost.error))
+                        _notify(self._remove(lost.args[0]["number"], cancel=True), Failed(lost.error))
             except (EOFError, ConnectionResetError, BrokenPipeError):
                 pass  # the child has ended
             except (OSError, msgspec.MsgspecError) as error:

@@ -146,7 +146,7 @@ class EngineServer:
     def __init__(self, channel: Channel[ToChild]) -> None:
         self._channel = channel
         #: Ends of whole utterances that are to be sent; None: the client closes the pipeline.
-        self._answers: queue.SimpleQueue[tuple[int, Done | Failed] | None] = queue.SimpleQueue()
+        self._answers = queue.SimpleQueue[tuple[int, Done | Failed] | None]()
         self._lock = threading.Lock()
         self._requests = dict[int, _Request]()
         self._feeder, self._starters = DaemonThreads(1, "feeder"), DaemonThreads(_STARTING_THREADS, "starter")
@@ -188,7 +188,7 @@ class EngineServer:
                 try:
                     self._handle(self._channel.receive())
                 except LostArraysError as lost:
-                    self._asked.pop(lost.fields["wanted"]).set_exception(lost.error)
+                    self._asked.pop(lost.args[0]["wanted"]).set_exception(lost.error)
         except (EOFError, OSError, msgspec.MsgspecError) as error:
             log.warning("the client is gone: %s", error)
         except BaseException:

@@ -131,8 +131,17 @@ class RequestMiddleware:
         if not is_http:
             self._admission.check_open()
         # Other paths get 404 from the routes, whatever the type of the body.
-        elif scope["method"] == "POST" and path in ROUTES:
-            _check_type(headers)
+        elif (
+            scope["method"] == "POST"
+            and path in ROUTES
+            and not _JSON.fullmatch(headers.get(b"content-type", b"").strip())
+        ):
+            # Browsers let any page send other types to any server.
+            raise ApiError(
+                415,
+                "The content type of the body is not JSON. Send `Content-Type: application/json`.",
+                "unsupported_media_type",
+            )
 
     def _check_host(self, headers: Headers) -> None:
         """Raises `ApiError` (403) for a foreign host name. Otherwise the pages of an attacker, whose own domain
@@ -188,17 +197,6 @@ class RequestMiddleware:
             await enter()
         body.release()
         return permits[-1]
-
-
-def _check_type(headers: Headers) -> None:
-    """Raises `ApiError` (415) for a body whose type is not JSON: browsers let any page send other types to
-    any server."""
-    if not _JSON.fullmatch(headers.get(b"content-type", b"").strip()):
-        raise ApiError(
-            415,
-            "The content type of the body is not JSON. Send `Content-Type: application/json`.",
-            "unsupported_media_type",
-        )
 
 
 def _check_origin(headers: Headers) -> None:

@@ -149,7 +149,7 @@ class SpeechStreamSocket(ContextSocket):
             {
                 "voice": given.get("speaker"),
                 **given,
-                "model": given.get("model") or next(iter(self.serving.models)),
+                "model": given.get("model") or self.serving.options.names[0],
                 "language": None if given.get("language") == "Auto" else given.get("language"),
                 "input": "a",
                 "stream_format": "sse",

@@ -124,10 +124,8 @@ async def speech_pieces(
                         room = room - cut if cut == len(samples) else 0
                         samples = samples[cut:]
                         begin -= cut / rate
-                    if len(samples):
-                        added_seconds = len(samples) / rate
-                        seconds += added_seconds
-                        serving.metrics.audio_sent(added_seconds)
+                    seconds += len(samples) / rate
+                    serving.metrics.audio_sent(len(samples) / rate)
                     data = await run(encoder.add, samples, isinstance(chunk, Done))
                     words: Iterable[Word] = audio.words
                     if estimates is not None:

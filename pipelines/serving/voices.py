@@ -88,7 +88,15 @@ class Voices:
                     )
                 messages, spoken = in_voice_of(messages, generation, voice.recording, voice.text)
             elif not (voice is None or recordings or self._is_own(voice)) and self._capabilities.cloning:
-                raise self._unknown(voice)
+                names = list(self._names())
+                near = names if len(names) <= _SHOWN else get_close_matches(voice, names, _SHOWN, 0.0)
+                raise InputError(
+                    ErrorCode.INPUT_UNKNOWN_VOICE,
+                    f"There is no voice {voice[:80]!r}.",
+                    f"Choose one of: {', '.join(near)}."
+                    if near
+                    else "No voice is stored here: add one, or send a recording.",
+                )
             else:
                 spoken = msgspec.structs.replace(generation, voice=voice)
             return SynthesisRequest(request_id, tuple(messages), spoken, seed, timestamps=timestamps)
@@ -165,17 +173,6 @@ class Voices:
         if self._folder is None or not self._folder.delete(name):
             raise _no_voice(name, "stored voice")
         return {"id": name, "object": "voice", "deleted": True}
-
-    def _unknown(self, voice_name: str) -> InputError:
-        names = list(self._names())
-        near = names if len(names) <= _SHOWN else get_close_matches(voice_name, names, _SHOWN, 0.0)
-        return InputError(
-            ErrorCode.INPUT_UNKNOWN_VOICE,
-            f"There is no voice {voice_name[:80]!r}.",
-            f"Choose one of: {', '.join(near)}."
-            if near
-            else "No voice is stored here: add one, or send a recording.",
-        )
 
     def _is_own(self, name: str) -> bool:
         """Whether the model has a voice of this name."""

@@ -122,6 +122,15 @@ class TestElevenLabs:
             assert begin + starts[-1] / 1000 == pytest.approx(word.end_s, abs=0.002)
             begin += 0.0 if absolute else (starts[-1] + durations[-1]) / 1000
 
+    def test_times_of_a_name_that_is_used_again_begin_anew(self) -> None:
+        with Running(TimedVoice()) as server, multi(server) as client:
+            starts: list[list[int]] = []
+            for _ in range(2):
+                client.send(said(UNITS[0], flush=True), closing())
+                messages = client.until_final()
+                starts += [one["alignment"]["charStartTimesMs"] for one in messages if one.get("alignment")]
+        assert starts[0] == starts[1]
+
     def test_times_of_characters_are_those_of_the_decoded_mp3(self) -> None:
         """Each text is an MP3 of its own, with delay and whole frames."""
         query = {"sync_alignment": "true", "output_format": "mp3_22050_32"}

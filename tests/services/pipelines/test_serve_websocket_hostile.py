@@ -222,6 +222,14 @@ def test_contexts_of_all_connections_are_bounded() -> None:
         assert other.next("a")["type"] == "chunk"
         other.say("b", "Hello.")
         assert other.error("b")["error_code"] == "too_many_contexts"
+        one.cancel("b")
+        one.hear("b")
+        # One that is refused takes no place.
+        other.say("b", "Hello.", add_phoneme_timestamps=True)
+        assert other.error("b")["error_code"] == "input.unsupported"
+        one.say("b", "", more=True)
+        one.cancel("b")
+        assert one.next("b")["type"] == "done"
         one.cancel("a")
         one.hear("a")
         other.say("b", "Hello.")

@@ -185,9 +185,9 @@ def test_lost_descriptors_cost_only_their_message(ends: Ends) -> None:
     for room in (0, 2):
         ends[0].send(_Samples("many", more=[LARGE] * 8))
         ends[0].send(_Samples("next", LARGE + 1))
-        with room_for(room), pytest.raises(LostArraysError, match="too many open files") as lost:
+        with room_for(room), pytest.raises(LostArraysError) as lost:
             ends[1].receive()
-        assert lost.value.fields["text"] == "many"
+        assert lost.value.args[0]["text"] == "many"
         message = ends[1].receive()
         assert isinstance(message, _Samples)
         np.testing.assert_array_equal(message.samples, LARGE + 1)
