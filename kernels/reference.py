@@ -149,8 +149,7 @@ def draw_first(
 ) -> Tensor:
     """Draws code 0 of each row, int64 [n]."""
     rules = weights.draw
-    frames = state.frames[rows]
-    early = frames < state.min_new_tokens[rows]
+    early = state.frames[rows] < state.min_new_tokens[rows]
     processed = process_first(
         logits, state.seen[rows] != 0, state.penalty[rows], early, rules.ends, rules.suppress_from
     )

@@ -183,8 +183,7 @@ def draw(weights: Tensor, random: Tensor) -> Tensor:
     int64 [n] -> int64 [n]."""
     total = weights.cumsum(-1)
     place = (random * total[:, -1]) >> 32
-    token = torch.searchsorted(total, place[:, None], right=True)[:, 0]
-    return token.clamp(max=weights.shape[1] - 1)
+    return torch.searchsorted(total, place[:, None], right=True)[:, 0].clamp(max=weights.shape[1] - 1)
 
 
 def sample(

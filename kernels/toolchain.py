@@ -143,5 +143,4 @@ def triton_fault() -> str | None:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message."""
-    words = str(error).strip().partition("\n")[0].rstrip(".")
-    return words or type(error).__name__
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

@@ -20,7 +20,7 @@ import soxr
 from numpy.typing import NDArray
 
 from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
-from pipelines.errors import ErrorCode, InputError, SynthesisError, invalid
+from pipelines.errors import ErrorCode, InputError, SynthesisError, input_too_long, invalid
 from pipelines.ipc import share
 
 if TYPE_CHECKING:
@@ -380,8 +380,7 @@ def _unreadable(message: str) -> InputError:
 
 
 def _too_long(max_seconds: float) -> InputError:
-    return InputError(
-        ErrorCode.INPUT_TOO_LONG,
+    return input_too_long(
         f"The audio is longer than {max_seconds:g} seconds, or has more than {MAX_SAMPLES:,} samples in all its channels.",
         "Cut it, or give it with one channel and a lower rate.",
     )

@@ -30,8 +30,7 @@ def _read(_tick: int) -> float | None:
 
         pynvml.nvmlInit()
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        now = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+        now = pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID(uuid))
     except Exception:  # noqa: BLE001 - the library's own errors need the library, and a figure stops no engine
         return None
     return (now - _first.setdefault(uuid, now)) / 1000

@@ -196,6 +196,16 @@ def unsupported(message: str, advice: str) -> InputError:
     return InputError(ErrorCode.INPUT_UNSUPPORTED, message, advice)
 
 
+def input_too_long(message: str, advice: str) -> InputError:
+    """The error of a text, a recording or a dialogue that is too long (`input.too_long`)."""
+    return InputError(ErrorCode.INPUT_TOO_LONG, message, advice)
+
+
+def engine_error(message: str, advice: str = "") -> SynthesisError:
+    """The error of a request that failed because of the engine (`synth.engine`)."""
+    return SynthesisError(ErrorCode.SYNTH_ENGINE, message, advice)
+
+
 def engine_closed() -> SynthesisError:
     """The error of a request to an engine that was closed (`synth.aborted`)."""
     return SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed.")

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines import errors
-from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.errors import NightjarError, engine_error
 
 T = TypeVar("T")
 
@@ -42,7 +42,8 @@ _READ_BYTES = 1 << 16
 _ATTACHED_BYTES = socket.CMSG_LEN(MAXIMUM_DESCRIPTORS * array("i").itemsize)
 #: The MessagePack extensions of arrays (data type, shape, and bytes or the number of a descriptor) and of errors (name
 #: of the class, and its arguments).
-_ARRAY, _ERROR = 1, 2
+_ARRAY = 1
+_ERROR = 2
 _read_array = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], memoryview | int]).decode
 
 
@@ -75,9 +76,7 @@ class LostArraysError(ConnectionError):
     argument has the other fields of the message."""
 
     #: For the request that the message is about.
-    error = SynthesisError(
-        ErrorCode.SYNTH_ENGINE, "A process has too many open files.", "Raise their limit (ulimit -n)."
-    )
+    error = engine_error("A process has too many open files.", "Raise their limit (ulimit -n).")
 
 
 class Channel(Generic[T]):
@@ -91,7 +90,8 @@ class Channel(Generic[T]):
         # Sending never waits; receiving does in one call, which costs less than to ask first whether there is data.
         connection.setblocking(True)
         self._connection = connection
-        self._readable, self._writable = select.poll(), select.poll()
+        self._readable = select.poll()
+        self._writable = select.poll()
         self._readable.register(connection, select.POLLIN)
         self._writable.register(connection, select.POLLOUT)
         self._decode = msgspec.msgpack.Decoder(incoming, ext_hook=self._extended).decode

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipelines.errors import ConfigError, ErrorCode, InputError, invalid
+from pipelines.errors import ConfigError, ErrorCode, InputError, input_too_long, invalid
 from pipelines.recording import DRAFT, read_recording, write_file
 from pipelines.request import Generation, Message
 from pipelines.validation import OPENAI_VOICES
@@ -95,8 +95,7 @@ class VoiceFolder:
         _check_name(name)
         text = text.strip()
         if len(text) > MAX_TEXT_CHARACTERS:
-            raise InputError(
-                ErrorCode.INPUT_TOO_LONG,
+            raise input_too_long(
                 f"The text of the recording has {len(text):,} characters; {MAX_TEXT_CHARACTERS:,} are the maximum.",
                 "Give only the words of the recording.",
             )
@@ -137,8 +136,7 @@ class VoiceFolder:
             if name in names and not replace:
                 raise VoiceExistsError(name)
             if name not in names and len(names) >= self.max_voices:
-                raise InputError(
-                    ErrorCode.INPUT_TOO_LONG,
+                raise input_too_long(
                     f"There are {len(names)} voices; that is the maximum.",
                     "Delete one first.",
                 )

@@ -171,8 +171,7 @@ def unit_seed(seed: int, number: int) -> int:
     same on every route."""
     if not number:
         return seed
-    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def unit_request(request: SynthesisRequest, text: str, number: int) -> SynthesisRequest:

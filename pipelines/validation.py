@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from pipelines.errors import ErrorCode, InputError, unsupported
+from pipelines.errors import ErrorCode, InputError, input_too_long, unsupported
 from pipelines.languages import language_of
 from pipelines.recording import Recording
 from pipelines.request import Capabilities, Generation, Message
@@ -151,8 +151,7 @@ def speech_task(
 
 def too_long(text: str, capabilities: Capabilities) -> InputError:
     """The error of a text that is too long for one request (`input.too_long`)."""
-    return InputError(
-        ErrorCode.INPUT_TOO_LONG,
+    return input_too_long(
         f"The text has {len(text)} characters; this model takes at most {capabilities.max_text_characters}.",
         "Split it into several lines.",
     )
@@ -206,8 +205,7 @@ def room_after(positions: int, held: int, setting: str = "a larger max_context",
     """
     room = held - positions + beyond
     if room < 2:
-        raise InputError(
-            ErrorCode.INPUT_TOO_LONG,
+        raise input_too_long(
             f"The prompt has {positions} positions; the engine holds {held}.",
             f"Shorten the text or the reference, or open the model with {setting}.",
         )

@@ -31,7 +31,7 @@ from pipelines.codec.graphs import STEP_FRAMES, StreamGraphs, UtteranceGraphs, p
 from pipelines.codec.stage import CodecStage, Decoder
 from pipelines.codec.states import CodecShape, CodecState, WriteEvent
 from pipelines.codec.transfer import PendingSamples, pinned, recorded
-from pipelines.errors import ErrorCode, SynthesisError
+from pipelines.errors import engine_error
 
 #: (rows, frames) of the batches that `warm` compiles kernels for. Triton compiles different kernels for
 #: multiples of 16, and tiles depend on the number of frames.
@@ -222,8 +222,7 @@ class CausalDecoder(Decoder):
             # A new state is treated like no state, so that the bits are the same.
             is_warm = any(warm[i] for i in indices)
             before = [(starts[i] or CodecState()).copy() for i in indices] if is_warm else None
-            decoded = self.decode_padded([codes[i] for i in indices], before)
-            for i, wave in zip(indices, decoded):
+            for i, wave in zip(indices, self.decode_padded([codes[i] for i in indices], before)):
                 waves[i] = wave[: lengths[i] * self.samples_per_frame]
         return waves
 
@@ -267,8 +266,7 @@ class CausalDecoder(Decoder):
         largest = self._largest_code
         for item in codes:
             if item.dim() != 2 or item.shape[1] != width or item.is_floating_point():
-                raise SynthesisError(
-                    ErrorCode.SYNTH_ENGINE,
+                raise engine_error(
                     f"The codec got codes of shape {list(item.shape)} and type {item.dtype}, not [frames, {width}] integers.",
                 )
         # For codes on a GPU this check would make the host wait for the device. They come from samplers,
@@ -281,9 +279,7 @@ class CausalDecoder(Decoder):
         high = int(together.max())
         if low < 0 or (largest is not None and high > largest):
             bounds = "codes start at 0" if largest is None else f"its codebooks hold 0 to {largest}"
-            raise SynthesisError(
-                ErrorCode.SYNTH_ENGINE, f"The codec got codes from {low} to {high}; {bounds}."
-            )
+            raise engine_error(f"The codec got codes from {low} to {high}; {bounds}.")
 
     def _batches(self, lengths: Sequence[int], warm: Sequence[bool]) -> list[list[int]]:
         """Groups utterances that are decoded together; `warm`: whether each continues from a state."""
@@ -354,8 +350,7 @@ class CausalDecoder(Decoder):
         stream of its own: several hundred launches would be far slower than what they launch."""
         ends = [len(item) for item in codes]
         frames = -(-max(ends) // STATE_FRAMES) * STATE_FRAMES
-        rows = 1 << (len(codes) - 1).bit_length()
-        batch = self._batch(codes, frames, rows)
+        batch = self._batch(codes, frames, 1 << (len(codes) - 1).bit_length())
         filled = torch.tensor(ends + ends[:1] * (len(batch) - len(ends)))
         inputs = batch, to_device(filled, self.device)
         if self.state_graphs is None:

@@ -25,7 +25,7 @@ from kernels.registry import on_device
 from pipelines.audio import Samples
 from pipelines.codec.graphs import Codes, UtteranceGraphs
 from pipelines.codec.transfer import PendingSamples, Sender, sent
-from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError, engine_error
 
 log = logging.getLogger(__name__)
 
@@ -456,7 +456,7 @@ def failure(error: Exception) -> NightjarError:
         return SynthesisError(
             ErrorCode.SYNTH_OOM, f"The codec ran out of device memory: {error}.", "Use a smaller engine."
         )
-    return SynthesisError(ErrorCode.SYNTH_ENGINE, f"The codec failed: {error}.", "See the log.")
+    return engine_error(f"The codec failed: {error}.", "See the log.")
 
 
 class CodecStage:

@@ -22,7 +22,7 @@ from pipelines.engine.runaway import RunawayGuard
 from pipelines.engine.scheduler import Finish, FrameReceiver, GenerationRequest, Scheduler, Utterance
 from pipelines.engine.state import Placement
 from pipelines.engine.turns import Playback, TurnPlanner
-from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError, engine_error
 from pipelines.request import IntArray
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,7 @@ class _Turn(NamedTuple):
 
 def engine_failure(error: Exception) -> SynthesisError:
     """The error of requests that failed because of the engine or the device."""
-    return SynthesisError(
-        ErrorCode.SYNTH_ENGINE,
+    return engine_error(
         f"The engine failed: {type(error).__name__}: {error}.",
         "See the log; the request may be tried again.",
     )

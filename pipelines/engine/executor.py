@@ -154,8 +154,7 @@ class FrameModel:
         `forced` [n, codebooks] replaces the drawn codes wherever they are fed back.
         """
         tensors = self.tensors
-        length = settings.max_length
-        hidden = backbone_step(tensors.backbone, state.tensors, kv.k, kv.v, rows, length)
+        hidden = backbone_step(tensors.backbone, state.tensors, kv.k, kv.v, rows, settings.max_length)
         return draw_frame(tensors, state.tensors, rows, hidden, settings.first, settings.residual, forced)
 
 

@@ -41,14 +41,12 @@ class RunawayGuard:
         past = self._codes[rows]
         counts = self._counts[rows]
         for frame in codes:
-            repeats = past == frame[:, None]
-            counts = np.where(repeats, counts + 1, np.maximum(counts - _TAKEN_BACK, 0))
+            counts = np.where(past == frame[:, None], counts + 1, np.maximum(counts - _TAKEN_BACK, 0))
             past[:, 1:] = past[:, :-1]
             past[:, 0] = frame
         self._codes[rows], self._counts[rows] = past, counts
         self._left[rows] -= len(codes)
-        runaway = (self._left[rows] < 0) | (counts >= self._repeated).any(axis=1)
-        return np.flatnonzero(runaway).tolist()
+        return np.flatnonzero((self._left[rows] < 0) | (counts >= self._repeated).any(axis=1)).tolist()
 
 
 def repeated_seconds(codes: Codes, frame_seconds: float) -> float:

@@ -112,10 +112,9 @@ class SlotState:
         cells = list[IntArray]()
         values = list[IntArray]()
         for one in placements:
-            trailing = one.trailing[: self.trailing.shape[1] - 1]
             tables = (
                 (self.page_table, np.asarray(one.pages, np.int64), 0),
-                (self.trailing, trailing, self.pad_text),
+                (self.trailing, one.trailing[: self.trailing.shape[1] - 1], self.pad_text),
             )
             for at, (table, entries, rest) in enumerate(tables):
                 # An earlier request may have written further entries; they are reset.

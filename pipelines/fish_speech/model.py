@@ -43,8 +43,7 @@ def halves(tensor: Tensor, head_dim: int) -> Tensor:
 
     The published model rotates neighbouring values of a head; kernels rotate its two halves.
     """
-    heads = tensor.unflatten(0, (-1, head_dim // 2, 2))
-    return heads.transpose(1, 2).reshape(tensor.shape)
+    return tensor.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(tensor.shape)
 
 
 def rotary_table(positions: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -296,8 +295,7 @@ def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> Memo
 def native_host(config: FishConfig, engine: Engine) -> NativeHost:
     """The host of this model's sequences on the native engine."""
     ids = np.array(drawn_ids(config), np.int64)
-    prefixes = partial(shared_prefixes, semantic=config.semantic)
-    return NativeHost(engine, ids, prefixes, config.codebooks)
+    return NativeHost(engine, ids, partial(shared_prefixes, semantic=config.semantic), config.codebooks)
 
 
 def shared_prefixes(prompt: TokenPrompt, semantic: range) -> Sequence[PromptPrefix]:

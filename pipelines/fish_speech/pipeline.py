@@ -15,7 +15,7 @@ from pipelines.codec.decoder import gathering_stage
 from pipelines.codec.stage import CodecStage
 from pipelines.duration import longest_seconds
 from pipelines.engine.opening import NativeModelOptions, explain_oom
-from pipelines.errors import ErrorCode, InputError, NightjarError, unsupported
+from pipelines.errors import NightjarError, input_too_long, unsupported
 from pipelines.fish_speech.codec import Codec, ReferenceEncoder, load_codec
 from pipelines.fish_speech.config import CAPABILITIES, FishConfig
 from pipelines.fish_speech.model import FishModel, load_weights, model_spec, native_host, plan_sizes
@@ -98,8 +98,7 @@ class TurnPlan:
         self.conversation.answer(frames)
         self.current = self._request()
         if self.max_columns < 2:
-            raise InputError(
-                ErrorCode.INPUT_TOO_LONG,
+            raise input_too_long(
                 f"The dialogue has filled the engine's {self.context} positions before its message {self.turn + 1}.",
                 "Split it into several lines, or open the model with a larger max_context.",
             )
@@ -112,11 +111,10 @@ class TurnPlan:
         if self.frames is not None:
             columns = min(columns, self.frames + 1)
         seed = (self.sampling.seed + self.turn * _SEED_STEP) % _SEEDS
-        sampling = replace(self.sampling, max_tokens=max(columns, 1), seed=seed)
         return TokenRequest(
             self.request_id,
             prompt,
-            sampling,
+            replace(self.sampling, max_tokens=max(columns, 1), seed=seed),
             longest=round(longest_seconds(text) * self.frames_per_second),
         )
 
@@ -138,8 +136,7 @@ class FishRequestInfo(RequestInfo):
             raise no_audio("The model ended a turn before its first frame.")
         # The model may draw codes that the codec reads as the last one.
         heard = np.minimum(tokens.codes, np.array(self.sizes) - 1)
-        own = tokens.log_probabilities
-        return FinishedCodes(heard, tokens.finish, log_probabilities=own)
+        return FinishedCodes(heard, tokens.finish, log_probabilities=tokens.log_probabilities)
 
 
 class Turns(Receiver):
@@ -252,8 +249,7 @@ def open_decoder(folder: Path, **options: Any) -> StageDecoder:
 def _codec(
     config: FishConfig, chosen: NativeModelOptions | FishOptions, device: torch.device, decodes: bool
 ) -> Codec:
-    native = isinstance(chosen, NativeModelOptions)
-    dtype = chosen.codec_dtype or (chosen.dtype if native else None)
+    dtype = chosen.codec_dtype or (chosen.dtype if isinstance(chosen, NativeModelOptions) else None)
     return load_codec(config, device, precision(dtype, device), chosen.reproducible, decodes)
 
 

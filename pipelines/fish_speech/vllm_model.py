@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -142,8 +141,5 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
 
 
 def _tensors(held: Any) -> list[Tensor]:
-    """All tensors in tuples and dataclasses, in their order."""
-    if isinstance(held, Tensor):
-        return [held]
-    parts = [getattr(held, field.name) for field in fields(held)] if is_dataclass(held) else held or ()
-    return [tensor for part in parts for tensor in _tensors(part)]
+    """All tensors in tuples, in their order."""
+    return [held] if isinstance(held, Tensor) else [one for part in held or () for one in _tensors(part)]

@@ -15,7 +15,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from pipelines.audio import NO_SAMPLES, PEAK_LIMIT, normalize_loudness, peak
-from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError, engine_closed
+from pipelines.errors import (
+    ErrorCode,
+    NightjarError,
+    SynthesisError,
+    engine_closed,
+    engine_error,
+    input_too_long,
+)
 from pipelines.hibari import CAPABILITIES, SAMPLE_RATE
 from pipelines.hibari.text import EnglishReader, check_pronounceable
 from pipelines.hibari.times import TimedVoice
@@ -99,8 +106,7 @@ class Utterance:
         self.samples += len(samples)
         limit = self.request.generation.max_seconds
         if limit is not None and self.samples > limit * SAMPLE_RATE:
-            raise InputError(
-                ErrorCode.INPUT_TOO_LONG,
+            raise input_too_long(
                 f"The speech is longer than max_seconds ({limit:g}).",
                 "Shorten the text or raise the limit.",
             )
@@ -319,8 +325,6 @@ def _failure(error: Exception) -> NightjarError:
             ErrorCode.SYNTH_OOM, "There was not enough memory for this speech.", "Use fewer threads."
         )
     else:
-        failure = SynthesisError(
-            ErrorCode.SYNTH_ENGINE, f"hibari failed: {type(error).__name__}: {error}.", "Try again."
-        )
+        failure = engine_error(f"hibari failed: {type(error).__name__}: {error}.", "Try again.")
     failure.__cause__ = error
     return failure

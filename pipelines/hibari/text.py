@@ -20,7 +20,7 @@ from hibari.g2p.token import Tok
 from hibari.g2p.tokenize import Tokenizer
 from hibari.tts import MAX_PHONEMES
 
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import ErrorCode, InputError, input_too_long
 from pipelines.hibari.times import TimedVoice, read_as
 from pipelines.pronunciation import WholeWords
 from pipelines.words import words_of
@@ -228,8 +228,7 @@ def readable(text: str) -> str:
             character if character.isascii() else _replacement(character) or "" for character in text
         )
     if len(text) > MAX_READABLE_CHARACTERS:
-        raise InputError(
-            ErrorCode.INPUT_TOO_LONG,
+        raise input_too_long(
             f"The text has {len(text)} characters once its signs are written out.",
             "Split it.",
         )

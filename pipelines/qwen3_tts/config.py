@@ -284,8 +284,7 @@ class CodecConfig:
         that names the file and the wrong key."""
         keys = Keys.read(folder / "config.json")
         keys.expect(model_type=TOKENIZER)
-        encoder = keys.section("encoder_config")
-        encoder.expect(
+        keys.section("encoder_config").expect(
             use_causal_conv=True, audio_channels=1, pad_mode="constant", hidden_act="gelu", attention_bias=False,
             use_conv_shortcut=False,
         )  # fmt: skip

@@ -104,8 +104,7 @@ class TextTable:
     def __init__(self, weights: ModelWeights) -> None:
         self._weights = weights
         vocab = weights.text_embedding.shape[0]
-        hidden = weights.head.shape[1]
-        self.rows = weights.text_embedding.new_empty(vocab + 1, hidden)
+        self.rows = weights.text_embedding.new_empty(vocab + 1, weights.head.shape[1])
         self.rows[vocab] = 0
         self._known = torch.zeros(vocab, dtype=torch.bool)
         self._complete = False

@@ -441,8 +441,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             return start(msgspec.structs.replace(task, body_ids=ids, text_open=not final))
 
         first = task.streamed_ids(voice and voice.codes)
-        end = self.config.text_ids.tts_eos_token_id
-        text = OpenText(self.engine, begin, first, end, on_event, pieces)
+        text = OpenText(self.engine, begin, first, self.config.text_ids.tts_eos_token_id, on_event, pieces)
         text.append(task.body_ids, False)
         return text
 
@@ -462,11 +461,10 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         draws = min(self.config.sampling.max_new_tokens, MAX_TOKENS)
         if (seconds := task.generation.max_seconds) is not None:
             draws = frames_within(seconds, 1 / self._frame_seconds, draws - 1) + 1
-        sampling = sampling_params(self.config.sampling, task.generation)
         wanted = GenerationRequest(
             request.request_id,
             prompt,
-            sampling,
+            sampling_params(self.config.sampling, task.generation),
             request.seed,
             min(draws, room),
             stream,
@@ -582,8 +580,7 @@ def _load(
         weights = take_weights(checkpoint, config, dtype, device)
         if config.clones:
             speaker = SpeakerEncoder(config.speaker_encoder, checkpoint, device, dtype)
-            limit = options.voice_cache_mib << 20
-            voices = VoiceCache(config, speaker, codec, options.voice_cache, limit)
+            voices = VoiceCache(config, speaker, codec, options.voice_cache, options.voice_cache_mib << 20)
         checkpoint.ignore("*rotary_emb*")
         checkpoint.finish()
     with torch.inference_mode():

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import input_too_long
 from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer, revision
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, capabilities
 from pipelines.request import Generation, IntArray, PreparedRequest, SynthesisRequest, TextPieces
@@ -324,8 +324,7 @@ class OpenTokens:
         """
         joined = (self._text + text).lstrip()
         if len(joined) > self._max_characters:
-            raise InputError(
-                ErrorCode.INPUT_TOO_LONG,
+            raise input_too_long(
                 f"The text has {len(joined)} characters; this model takes at most {self._max_characters}.",
                 "Begin another utterance.",
             )

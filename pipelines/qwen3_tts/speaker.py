@@ -47,8 +47,7 @@ _CPU = torch.device("cpu")
 @lru_cache(maxsize=4)
 def mel_bands(bands: int, sample_rate: int, device: torch.device = _CPU) -> Tensor:
     """The filters of `log_mel`: float32 [bands, n_fft // 2 + 1]."""
-    filters = mel_filters(N_FFT // 2 + 1, bands, FMIN_HZ, FMAX_HZ, sample_rate)
-    return filters.T.contiguous().to(device)
+    return mel_filters(N_FFT // 2 + 1, bands, FMIN_HZ, FMAX_HZ, sample_rate).T.contiguous().to(device)
 
 
 def reflected(x: Tensor, lengths: Tensor, left: int, right: int) -> Tensor:

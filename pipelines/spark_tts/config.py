@@ -137,8 +137,7 @@ class SparkConfig:
                 "latent_hop_length",
                 f"is {hop}, but BiCodec makes {bicodec.samples_per_token} samples per token",
             )
-        rate = top.value("sample_rate", Size)
-        clip = int(rate * top.value("ref_segment_duration", Positive)) // hop * hop
+        clip = int(top.value("sample_rate", Size) * top.value("ref_segment_duration", Positive)) // hop * hop
         lm = _lm(Keys.read(folder / LLM / "config.json"))
         return top.take(cls, folder=folder, clip_samples=clip, bicodec=bicodec, lm=lm)
 

@@ -160,13 +160,11 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     lm = config.lm
     check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [lm])
     sizes = plan_sizes(config, chosen, device, dtype)
-    codec_dtype = precision(chosen.codec_dtype or chosen.dtype, device)
-    parts = Parts.load(config, device, codec_dtype, chosen.decodes)
+    parts = Parts.load(config, device, precision(chosen.codec_dtype or chosen.dtype, device), chosen.decodes)
     drawable = Drawable.of(parts.vocabulary, lm)
     stage = open_stage(parts.codec, chosen.reproducible)
     with torch.inference_mode():
-        weights = load_weights(config, drawable, dtype, device)
-        model = SparkModel(lm, weights, drawable, sizes.max_context)
+        model = SparkModel(lm, load_weights(config, drawable, dtype, device), drawable, sizes.max_context)
     host = NativeHost(chosen.open_engine(model, sizes, stage), drawable.ids)
     return SparkPipeline(parts, stage, host, chosen.keep_unfinished)
 
@@ -178,8 +176,7 @@ def open_decoder(folder: Path, **options: Any) -> StageDecoder:
     config = SparkConfig.from_folder(folder)
     native = isinstance(chosen, NativeModelOptions)
     dtype = precision(chosen.codec_dtype or (chosen.dtype if native else None), device)
-    codec = load_bicodec(config, device, dtype)[1]
-    stage = open_stage(codec, native and chosen.reproducible)
+    stage = open_stage(load_bicodec(config, device, dtype)[1], native and chosen.reproducible)
     return StageDecoder(stage, config.sample_rate, lambda voice: Voice(voice[:, 0]))
 
 

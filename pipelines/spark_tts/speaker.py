@@ -89,8 +89,7 @@ class SqueezeExcitation(nn.Module):
         self.linear2 = nn.Linear(_SQUEEZED, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = torch.sigmoid(self.linear2(torch.relu(self.linear1(x.mean(dim=2)))))
-        return x * gate[:, :, None]
+        return x * torch.sigmoid(self.linear2(torch.relu(self.linear1(x.mean(dim=2)))))[:, :, None]
 
 
 class SeRes2Net(nn.Module):

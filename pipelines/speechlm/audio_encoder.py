@@ -15,7 +15,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 from transformers.models.whisper.feature_extraction_whisper import WhisperFeatureExtractor
 
 from pipelines.audio import Samples
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import ErrorCode, InputError, input_too_long
 from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint, fill_module
 from pipelines.speechlm.config import TOWER_SECONDS, SpeechLmConfig, own_keys
 from pipelines.speechlm.weights import ADAPTOR, TOWER
@@ -47,9 +47,8 @@ class AudioEncoder:
 
     def mel(self, samples: Samples) -> Tensor:
         """Log-mel [bins, frames] of samples [n] at 16 kHz, padded with zeros to whole frames."""
-        padded = np.pad(samples, (0, -len(samples) % _HOP))
         made = self._mel(
-            padded,
+            np.pad(samples, (0, -len(samples) % _HOP)),
             sampling_rate=SAMPLE_RATE,
             padding="longest",
             truncation=False,
@@ -92,8 +91,7 @@ def check_length(samples: int) -> None:
             "Give at least 25 ms of audio.",
         )
     if samples > TOWER_SECONDS * SAMPLE_RATE:
-        raise InputError(
-            ErrorCode.INPUT_TOO_LONG,
+        raise input_too_long(
             f"The audio is {samples / SAMPLE_RATE:.1f} s long; the maximum of this model is {TOWER_SECONDS} s.",
             "Split it into several audio messages.",
         )
@@ -110,8 +108,7 @@ def window_ends(frames: int, n_window: int, window_infer: int) -> list[int]:
     """The ends of the windows of attention, after a first 0. A window has the features of window_infer // (2
     * n_window) whole chunks."""
     count = feature_count(frames, n_window)
-    width = _features(2 * n_window) * (window_infer // (2 * n_window))
-    return [*range(0, count, width), count]
+    return [*range(0, count, _features(2 * n_window) * (window_infer // (2 * n_window))), count]
 
 
 def _features(frames: int) -> int:

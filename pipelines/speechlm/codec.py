@@ -104,8 +104,7 @@ def identity(config: SpeechLmConfig) -> CodecIdentity:
     with Checkpoint(config.folder) as checkpoint:
         checkpoint.update_digest(digest, CODEC)
     rate = config.sample_rate / frame_samples(config)
-    sizes = (config.codes,) * config.streams
-    return CodecIdentity(name, digest.hexdigest(), rate, config.sample_rate, sizes)
+    return CodecIdentity(name, digest.hexdigest(), rate, config.sample_rate, (config.codes,) * config.streams)
 
 
 def _sizes(config: SpeechLmConfig) -> Any:

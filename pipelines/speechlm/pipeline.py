@@ -17,7 +17,14 @@ from torch import Tensor
 
 from pipelines.audio import NO_SAMPLES
 from pipelines.codec.stage import CodecStage
-from pipelines.errors import ErrorCode, InputError, NightjarError, NoAudioError, SynthesisError, unsupported
+from pipelines.errors import (
+    ErrorCode,
+    InputError,
+    NightjarError,
+    NoAudioError,
+    engine_error,
+    unsupported,
+)
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
 from pipelines.options import TokenModelOptions, read_options
 from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
@@ -160,8 +167,7 @@ class SpeechLmUtterance(Utterance):
         if ended and tokens.ids[-1] == self._info.config.specials.pad:
             self._redone += 1
             if self._redone > _REDOS:
-                raise SynthesisError(
-                    ErrorCode.SYNTH_ENGINE,
+                raise engine_error(
                     f"The guidance pair broke {self._redone} times.",
                     "Open the model with more memory for its KV cache, or fewer slots.",
                 )
@@ -332,8 +338,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
                     "Use mode text_audio to skip the assistant's messages.",
                 )
             recording = Recording.of(message.content)
-            encode = partial(self._encode, recording)
-            features.append(self._cached_features.get(recording, None, encode))
+            features.append(self._cached_features.get(recording, None, partial(self._encode, recording)))
             digest.update(bytes.fromhex(recording.digest))
         return features, digest.hexdigest() if features else None
 

@@ -85,8 +85,7 @@ class SpeechLmState(FrameState):
         settings = _Settings(text, audio, half_of(extra))
         draws = SamplingParams(*text, 1.0, *audio, min_new_tokens=extra.get("min_rows", 0))
         seed = sampling.seed or 0
-        nothing = np.zeros(0, np.int64)
-        self.drawing.place([Placement(slot, (), seed, draws, nothing, self._unused, length)])
+        self.drawing.place([Placement(slot, (), seed, draws, np.zeros(0, np.int64), self._unused, length)])
         self._settings[slot] = settings
         self.origins[slot] = extra.get("noise_origin", length)
         self.max_rows[slot] = extra.get("max_rows", 1)
@@ -173,8 +172,7 @@ class SpeechLmState(FrameState):
         """Text ids, eos or eot [n]. A row whose top_k allows it is drawn only from the likeliest ids, because
         the vocabulary is large."""
         start = self._config.text_token_offset
-        end = self._config.text_token_end
-        span = logits[:, start:end]
+        span = logits[:, start : self._config.text_token_end]
         ends = logits.index_select(1, self._ends_ids)
         flags = DrawFlags.of([row.text for row in settings])
         # The number does not depend on other rows, because the order and the number of candidates change a

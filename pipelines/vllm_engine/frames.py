@@ -78,9 +78,8 @@ class FrameState(DefaultModelState):
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         slots = self.max_num_reqs
-        width = model.width
         #: int16 [slots, positions, width]: the codes of the token at each position; 0 without codes.
-        self.codes = torch.zeros(slots, self.max_model_len + 1, width, dtype=torch.int16, device=device)
+        self.codes = torch.zeros(slots, self.max_model_len + 1, model.width, dtype=torch.int16, device=device)
         # CUDA graphs read their input here.
         self._embeds = torch.zeros(
             self.max_num_tokens, self.inputs_embeds_size, dtype=self.dtype, device=device

@@ -34,6 +34,7 @@ from pipelines.errors import (
     NightjarError,
     SynthesisError,
     engine_closed,
+    engine_error,
     invalid,
 )
 from pipelines.options import TokenModelOptions
@@ -331,8 +332,7 @@ class VllmHost:
         except NightjarError:
             raise
         except Exception as error:
-            raise SynthesisError(
-                ErrorCode.SYNTH_ENGINE,
+            raise engine_error(
                 f"vLLM did not start: {type(error).__name__}: {error}.",
                 "See the log above; the model may need fewer slots.",
             ) from error
@@ -388,9 +388,7 @@ class VllmHost:
         if isinstance(error, NightjarError):
             return error
         log.error("a sequence failed", exc_info=error)
-        return SynthesisError(
-            ErrorCode.SYNTH_ENGINE, f"vLLM failed: {type(error).__name__}: {error}.", "See the log."
-        )
+        return engine_error(f"vLLM failed: {type(error).__name__}: {error}.", "See the log.")
 
     async def _sequence(self, request: TokenRequest, receiver: Receiver) -> Tokens:
         name = f"{request.request_id}#{next(self._numbers)}"
@@ -421,8 +419,7 @@ class VllmHost:
             if receiver.streamed:
                 receiver.tokens(new, new_codes)
         if finish not in ("stop", "length"):
-            raise SynthesisError(
-                ErrorCode.SYNTH_ENGINE,
+            raise engine_error(
                 f"The engine ended the sequence with {finish!r}.",
                 "The request may be tried again.",
             )

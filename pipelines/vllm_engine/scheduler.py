@@ -66,8 +66,7 @@ class _Grouped:
                 # Blocks after the prompt get no hash.
                 request._block_hasher = None
         if (half := half_of(extra)) is not None:
-            pair = self._pairs.setdefault(half.pair, [])
-            pair.insert(0 if half.part == "main" else 1, request)
+            self._pairs.setdefault(half.pair, []).insert(0 if half.part == "main" else 1, request)
         super().add_request(request)
 
     def schedule(self, *arguments: Any, **keys: Any) -> Any:
