@@ -46,16 +46,6 @@ def halves(tensor: Tensor, head_dim: int) -> Tensor:
     return tensor.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(tensor.shape)
 
 
-def rotary_table(positions: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the positions from 0, [positions, head_dim / 2] each: float32, rounded to bfloat16.
-
-    The published model was trained with tables that are rounded like this; exact ones change its voice.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), 1.0 / base**exponents)
-    return angles.cos().bfloat16().float(), angles.sin().bfloat16().float()
-
-
 class FastWeights(NamedTuple):
     """The fast AR, and its tables."""
 
@@ -160,7 +150,7 @@ class FishModel(FrameModel):
 
     def __init__(self, config: FishConfig, weights: LmWeights, max_context: int) -> None:
         # Prompts are padded to whole pages, and the maximum context may end within a page.
-        backbone = stack_tensors(weights.slow, config.slow, max_context + LARGEST_PAGE)
+        backbone = weights.slow.tensors(config.slow, max_context + LARGEST_PAGE, wide_rope=True)
         super().__init__(frame_tensors(config, backbone, weights.embeddings[drawn_ids(config)], weights.fast))
         self._semantic = config.semantic
         self._embeddings = weights.embeddings
@@ -207,21 +197,13 @@ def frame_tensors(
             scale=1 / math.sqrt(config.codebooks + 1),
         ),
         depth=DepthTensors(
-            stack_tensors(fast.stack, config.fast, config.codebooks),
+            fast.stack.tensors(config.fast, config.codebooks, wide_rope=True),
             fast.output.expand(residuals, -1, -1),
             inputs,
             torch.zeros_like(codebook),
             fast.project,
         ),
     )
-
-
-def stack_tensors(weights: StackWeights, config: DualArStack, positions: int) -> StackTensors:
-    """The tensors of a transformer, with the published rotary tables for `positions` positions."""
-    table = torch.cat(rotary_table(positions, config.head_dim, config.rope_theta), dim=1).to(
-        weights.norm.device, weights.norm.dtype
-    )
-    return weights.tensors(config, table, wide_rope=True)
 
 
 #: Default maximum positions of a sequence: a dialogue of ten minutes with its references and texts.

@@ -80,7 +80,7 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
         layers: Any = self.model.layers
         for layer in layers:
             rope = layer.self_attn.rotary_emb
-            # As in `rotary_table`.
+            # As in `StackWeights.tensors`.
             rope.cos_sin_cache = rope.cos_sin_cache.bfloat16().to(rope.cos_sin_cache.dtype)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

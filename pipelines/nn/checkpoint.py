@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kernels.frame import Layer, StackTensors
+from kernels.layers import rope_table
 from pipelines.errors import EngineCrashError, ErrorCode, invalid
 from pipelines.nn.config_keys import StackShape, bad_checkpoint, read_table
 from pipelines.options import VISIBLE, Precision, has_gpu
@@ -293,11 +294,24 @@ class StackWeights(NamedTuple):
     layers: tuple[Layer, ...]
     norm: Tensor
 
-    def tensors(self, shape: StackShape, rope_table: Tensor, wide_rope: bool = False) -> StackTensors:
-        """The stack's tensors for a frame, with attention scaled by 1 / sqrt(head_dim)."""
-        scale = shape.head_dim**-0.5
+    def tensors(self, shape: StackShape, positions: int, wide_rope: bool = False) -> StackTensors:
+        """The stack's tensors for a frame, with attention scaled by 1 / sqrt(head_dim), and with rotary tables for
+        `positions` positions.
+
+        `wide_rope`: tables are rounded to bfloat16 and rotary embedding is computed in float32, as in the training
+        of Fish Speech; exact tables change its voice.
+        """
+        dtype = torch.bfloat16 if wide_rope else self.norm.dtype
+        table = rope_table(positions, shape.head_dim, shape.rope_theta, dtype, self.norm.device)
         return StackTensors(
-            self.layers, self.norm, rope_table, shape.heads, shape.kv_heads, shape.eps, scale, wide_rope
+            self.layers,
+            self.norm,
+            table.to(self.norm.dtype),
+            shape.heads,
+            shape.kv_heads,
+            shape.eps,
+            shape.head_dim**-0.5,
+            wide_rope,
         )
 
 

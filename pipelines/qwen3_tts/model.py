@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.frame import DepthTensors, DrawRules, Feedback, FrameTensors
-from kernels.layers import rope_table
 from kernels.registry import to_device
 from pipelines.engine.executor import FrameModel
 from pipelines.engine.state import LARGEST_PAGE
@@ -142,24 +141,18 @@ class Qwen3TTSModel(FrameModel):
         self.weights = weights
         self.text = TextTable(weights)
         talker = config.talker
-        predictor = config.predictor
         pad = config.text_ids.tts_pad_token_id
         starts = weights.codec_starts
         inputs = weights.codec_table
         self._codec_starts = starts.to("cpu")
-        # Prompts are padded to whole pages, and the maximum context may end within a page.
-        positions = max_context + LARGEST_PAGE
-        dtype = inputs.dtype
-        device = inputs.device
-        table = rope_table(positions, talker.head_dim, talker.rope_theta, dtype, device)
-        frame_table = rope_table(config.codebooks, predictor.head_dim, predictor.rope_theta, dtype, device)
         if weights.projection is not None:
             # Projected once instead of at every step.
             inputs = torch.cat([functional.linear(part, *weights.projection) for part in inputs.split(4096)])
-        depth = weights.predictor.tensors(predictor, frame_table)
+        depth = weights.predictor.tensors(config.predictor, config.codebooks)
         super().__init__(
             FrameTensors(
-                backbone=weights.talker.tensors(talker, table),
+                # Prompts are padded to whole pages, and the maximum context may end within a page.
+                backbone=weights.talker.tensors(talker, max_context + LARGEST_PAGE),
                 head=weights.head,
                 draw=DrawRules((config.ids.codec_eos_token_id,), talker.vocab - CONTROL_IDS),
                 feedback=Feedback(weights.codec_table, starts, self.text.rows),

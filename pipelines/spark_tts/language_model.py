@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.frame import DrawRules, Feedback, FrameTensors
-from kernels.layers import rope_table
 from kernels.registry import to_device
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.executor import FrameModel
@@ -99,15 +98,11 @@ class SparkModel(FrameModel):
     """A Qwen2 whose head has only the rows that can be drawn. The drawn id is its next input."""
 
     def __init__(self, lm: LmConfig, weights: LmWeights, drawable: Drawable, max_context: int) -> None:
-        dtype = weights.table.dtype
-        device = weights.table.device
         # Prompts are padded to whole pages, and the maximum context may end within a page.
-        rope = rope_table(max_context + LARGEST_PAGE, lm.head_dim, lm.rope_theta, dtype, device)
-        starts = torch.zeros(1, dtype=torch.int64, device=device)
+        backbone = weights.stack.tensors(lm, max_context + LARGEST_PAGE)
+        starts = torch.zeros(1, dtype=torch.int64, device=weights.table.device)
         draw = DrawRules(drawable.ends, suppress_from=len(drawable.ids))
-        super().__init__(
-            FrameTensors(weights.stack.tensors(lm, rope), weights.head, draw, Feedback(weights.codes, starts))
-        )
+        super().__init__(FrameTensors(backbone, weights.head, draw, Feedback(weights.codes, starts)))
         self._table = weights.table
 
     def embed(self, prompt: TokenPrompt) -> Tensor:

@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kernels.layers import rope_table
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.fish_speech.codec import codec_from, load_codec, open_codec
 from pipelines.fish_speech.config import CodecConfig, DualArStack, FishConfig
-from pipelines.fish_speech.model import halves, load_weights, rotary_table, take_layers, take_weights
+from pipelines.fish_speech.model import halves, load_weights, take_layers, take_weights
 from pipelines.fish_speech.prompt import Vocabulary
 from pipelines.nn.checkpoint import Loader, TensorSource, take_normed
 from pipelines.registry import describe
@@ -148,8 +149,7 @@ def test_queries_and_keys_are_put_into_halves() -> None:
 
 
 def test_rotating_halves_is_rotating_pairs() -> None:
-    cosine, sine = rotary_table(9, 8, 1e6)
-    assert torch.equal(cosine, cosine.bfloat16().float())
+    cosine, sine = rope_table(9, 8, 1e6, torch.bfloat16, "cpu").float().chunk(2, dim=1)
     x = torch.randn(8)
     even, odd = x[0::2], x[1::2]
     pairs = torch.stack(
