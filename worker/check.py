@@ -73,7 +73,7 @@ class Checked:
         if self.measured.items:
             return f"{measured_text(self.measured)}; {self.measured.still_failed} still fail"
         why = (
-            "the meters have no score for any of them"
+            "the meters have no score of any, or none with a bound"
             if self.items
             else "no item of the sample (--qa-sample) has audio"
         )

@@ -46,7 +46,7 @@ class CtcMeter:
     """
 
     def __init__(
-        self, model: str, device: str = "auto", threads: int = 1, language: str = "", *, hears: bool = False
+        self, model: str, device: str = "auto", threads: int = 1, language: str = "", *, hears: bool
     ) -> None:
         # Its types depend on what is installed.
         import torch
@@ -61,8 +61,8 @@ class CtcMeter:
         except Exception as error:
             raise ModelError(
                 ErrorCode.MODEL_BAD_CHECKPOINT,
-                f"The CTC model {model[:200]!r} of a meter cannot be opened: {error}.",
-                "Give the folder of one in Hugging Face's layout: `--qa-set meters.METER.model=FOLDER`.",
+                f"The CTC model {model[:200]!r} of a meter cannot be opened: {error}",
+                f"Give the folder of one in Hugging Face's layout: `--qa-set meters.{'asr' if hears else 'align'}.model=FOLDER`.",
             ) from error
         self._language, self._hears = language, hears
         #: Whether the model can leave out the silence after a shorter piece.

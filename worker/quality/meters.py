@@ -96,8 +96,16 @@ def torch_device(device: str, threads: int) -> str:
         has_room = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] >= GPU_BYTES
         device = "cuda" if has_room else "cpu"
     if device != "cpu":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, GPU_BYTES / total), device)
+        try:
+            torch.cuda.set_device(device)
+        except Exception as error:
+            raise ModelError(
+                ErrorCode.MODEL_BAD_CHECKPOINT,
+                f"The device {device[:80]!r} of a meter cannot be used: {error}.",
+                "Leave `device` out, or set it to cpu.",
+            ) from error
+        # Of the device that was set.
+        torch.cuda.set_per_process_memory_fraction(min(1.0, GPU_BYTES / torch.cuda.mem_get_info()[1]))
         torch.set_float32_matmul_precision("high")
     return device
 
@@ -256,7 +264,7 @@ def _unusable(model: str, error: Exception) -> ModelError:
     return ModelError(
         ErrorCode.MODEL_BAD_CHECKPOINT,
         f"The ASR model {model[:200]!r} of the meter asr cannot be opened: {error}.",
-        "Set it with `--qa-set meters.asr.model=MODEL`: the folder or the name of a faster-whisper model.",
+        "Set it with `--qa-set meters.asr.model=MODEL`: the folder or the name of a faster-whisper model, or the folder of a CTC model.",
     )
 
 
@@ -452,7 +460,7 @@ BUILT_IN: dict[str, Callable[..., Meter]] = {
     "distillmos": DistillMosMeter,
     "dnsmos": DnsMosMeter,
     "speaker": SpeakerMeter,
-    ALIGNER: lambda **options: import_module("worker.quality.aligner").CtcMeter(**options),
+    ALIGNER: lambda **options: import_module("worker.quality.aligner").CtcMeter(hears=False, **options),
 }
 
 

@@ -19,6 +19,7 @@ from benchmarks.checkpoint import write_ctc
 from benchmarks.voices import recording
 from jobs.checks import Bound, Option
 from pipelines.audio import decode
+from pipelines.errors import ErrorCode, ModelError
 from pipelines.hibari.pipeline import HibariPipeline
 from pipelines.request import Message, SynthesisRequest, submit
 from worker.quality.aligner import CtcMeter
@@ -108,6 +109,16 @@ def test_a_ctc_model_hears_the_words(spoken: list[Utterance]) -> None:
     )
     assert other["cer"][0] > 0.6
     assert other["cer"][1] == heard["cer"][1]
+
+
+@pytest.mark.parametrize("name", ["distillmos", "speaker", "asr"])
+@pytest.mark.parametrize("device", ["cuda:9", "gpu0"])
+def test_a_device_that_is_not_there_is_named(name: str, device: str) -> None:
+    options = {"model": str(ALIGNER)} if name == "asr" else {}
+    with pytest.raises(ModelError) as caught:
+        open_meter(name, {**options, "device": device})
+    assert caught.value.code is ErrorCode.MODEL_BAD_CHECKPOINT
+    assert f"'{device}'" in caught.value.message
 
 
 def test_silero_judges_chunks_as_its_package_does(spoken: list[Utterance]) -> None:
