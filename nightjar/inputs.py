@@ -134,7 +134,8 @@ def _table(records: Any) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
         return records.features.arrow_schema, lambda names: (
             batch for table in rows.select_columns(names).iter(ROWS) for batch in table.to_batches()
         )
-    if hasattr(records, "__arrow_c_stream__"):
+    # A column of texts, such as a Series, is a list of them.
+    if hasattr(records, "__arrow_c_stream__") and not hasattr(records, "dtype"):
         try:
             import pyarrow
 

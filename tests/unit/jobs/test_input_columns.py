@@ -235,6 +235,10 @@ def test_a_data_frame_is_a_table_and_its_missing_values_are_null(tmp_path: Path)
         written_input(pandas.DataFrame({"text": ["a", "b"], "mixed": [1, "x"]}), JobSpec("m"), tmp_path)
     with pytest.raises(InputError, match=r"is no table: .*too large"):
         written_input(pandas.DataFrame({"text": ["a", "b"], "n": [2**70, 1]}), JobSpec("m"), tmp_path)
+    texts = written_input(frame["text"], JobSpec("m"), tmp_path)
+    assert [json.loads(line)["messages"] for line in texts.read_text().splitlines()] == [
+        [["user", "text", text]] for text in frame["text"]
+    ]
     with pytest.raises(InputError, match="no column 'words'"):
         written_input(frame, JobSpec("m", reading=Reading(columns={"text": "words"})), tmp_path)
 
