@@ -35,29 +35,29 @@ _LINE_ENDS = re.compile(r"(\s*\n\s*)")
 def read_lexicon(path: Path) -> dict[str, str]:
     """Reads a lexicon: rows of a word and its spelling, or its phonemes as `/…/`; separated by commas, in a file
     `.tsv` by tabs. Raises `config.invalid`."""
+    entries: dict[str, str] = {}
     try:
-        rows = [row for _, row in file_rows(path)]
+        for number, (_, row) in enumerate(file_rows(path), 1):
+            if not any(map(str.strip, row)) or (number == 1 and [*map(str.strip, row)] == _HEADER):
+                continue
+            where = f"is wrong in row {number}"
+            if len(row) != 2 or not (word := row[0].strip()) or not (spelling := row[1].strip()):
+                raise _refused(
+                    path,
+                    f"{where}: a row is a word and its spelling, and the only header is {','.join(_HEADER)}",
+                )
+            if word in entries:
+                raise _refused(path, f"{where}: {printable(word)!r:.100} has an earlier row")
+            if (
+                not re.search(r"\w", word)
+                or max(len(word), len(spelling)) > MAX_ENTRY_CHARACTERS
+                or len(entries) == MAX_ENTRIES
+            ):
+                limits = f"words with a letter or digit, up to {MAX_ENTRY_CHARACTERS} characters, and up to {MAX_ENTRIES:,} rows"
+                raise _refused(path, f"{where}: a lexicon has {limits}")
+            entries[word] = spelling
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise _refused(path, f"cannot be read: {error}") from None
-    entries: dict[str, str] = {}
-    for number, row in enumerate(rows, 1):
-        if not any(map(str.strip, row)) or (number == 1 and [*map(str.strip, row)] == _HEADER):
-            continue
-        where = f"is wrong in row {number}"
-        if len(row) != 2 or not (word := row[0].strip()) or not (spelling := row[1].strip()):
-            raise _refused(
-                path, f"{where}: a row is a word and its spelling, and the only header is {','.join(_HEADER)}"
-            )
-        if word in entries:
-            raise _refused(path, f"{where}: {printable(word)!r:.100} has an earlier row")
-        if (
-            not re.search(r"\w", word)
-            or max(len(word), len(spelling)) > MAX_ENTRY_CHARACTERS
-            or len(entries) == MAX_ENTRIES
-        ):
-            limits = f"words with a letter or digit, up to {MAX_ENTRY_CHARACTERS} characters, and up to {MAX_ENTRIES:,} rows"
-            raise _refused(path, f"{where}: a lexicon has {limits}")
-        entries[word] = spelling
     if not entries:
         raise _refused(path, "has no rows")
     return entries

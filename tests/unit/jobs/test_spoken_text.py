@@ -91,6 +91,14 @@ def test_a_bad_lexicon_is_refused_with_its_row(tmp_path: Path, content: str, why
     assert caught.value.code is ErrorCode.CONFIG_INVALID
 
 
+def test_no_more_of_a_file_is_read_than_a_lexicon_may_have(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    rows = "".join(f"w{n},x\n" for n in range(MAX_ENTRIES * 10))
+    path.write_bytes(rows.encode() + b"\xff")
+    with pytest.raises(ConfigError, match=f"row {MAX_ENTRIES + 1}: a lexicon has"):
+        read_lexicon(path)
+
+
 def test_a_lexicon_is_a_csv_or_tsv_file(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes('\ufeff"New York, NY",Noo York\r\n\r\nNightjar,/nˈItʤɑɹ/\r\n'.encode())
     assert read_lexicon(tmp_path / "a.csv") == {"New York, NY": "Noo York", "Nightjar": "/nˈItʤɑɹ/"}
