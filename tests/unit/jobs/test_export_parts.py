@@ -6,6 +6,7 @@ import hashlib
 import io
 import random
 import tarfile
+from collections import Counter
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from jobs.export import parse_splits
 from jobs.export.audio import AudioNames
+from jobs.export.card import ROWS, Hours
 from jobs.export.dataset import (
     BATCH_FILES,
     Dataset,
@@ -250,3 +252,14 @@ def test_a_lost_or_changed_file_is_found_at_the_end(tmp_path: Path) -> None:
         assert there.lost(files) is None
         for wrong in (WrittenFile("a/b1.txt", 1, ""), WrittenFile("a/c.txt", 2, ""), WrittenFile("d", 1, "")):
             assert there.lost(sorted([*files[:1], wrong], key=lambda one: one.name)) == wrong.name
+
+
+def test_a_card_sums_the_audio_of_more_names_than_are_in_memory() -> None:
+    hours, expected = Hours(), Counter[str]()
+    for number in range(25_000):
+        name, milliseconds = f"voice {number % 12_000}", 1 + 5 * (number % 3000 == 7)
+        hours.add(name, milliseconds)
+        expected[name] += milliseconds
+    longest = sorted(((-value, name) for name, value in expected.items()))[:ROWS]
+    assert hours.longest() == [(name, -negative) for negative, name in longest]
+    assert hours.names == 12_000
