@@ -15,7 +15,6 @@ from importlib import import_module
 from itertools import islice
 from numbers import Integral, Real
 from pathlib import Path
-from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Unpack
 
 from jobs.console import Output
@@ -282,9 +281,9 @@ class Job:
         """The first 10,000 rejected lines of the input: `line`, `code`, `message` and `example_id` of each."""
         return self._ledger.rejected_lines(self.id)
 
-    def export(self, format: str, to: str | Path, *, where: str | None = None, **options: Any) -> Path:
+    def export(self, format: str, to: str | Path, **options: Any) -> Path:
         """Exports the items that have audio so far, see `nightjar.export`."""
-        return export([self], format, to, where=where, **options)
+        return export([self], format, to, **options)
 
     def to_datasets(self, to: str | Path | None = None, *, where: str | None = None) -> datasets.Dataset:
         """The items as a Hugging Face dataset with audio, text and metadata. Writes a Parquet export to `to` and
@@ -505,11 +504,9 @@ class Job:
             raise
 
 
-def export(
-    jobs: Iterable[Job], format: str, to: str | Path, *, where: str | None = None, **options: Any
-) -> Path:
+def export(jobs: Iterable[Job], format: str, to: str | Path, **options: Any) -> Path:
     """Exports the items of jobs that have audio so far to one dataset, as `nightjar export` does, and returns
-    its path. `where`: a filter as in `Job.items`; `options`: the options of `jobs.export.export_jobs`."""
+    its path. `options`: those of the command by their Python names, with `where` as in `Job.items`."""
     from jobs.export import StoredJob, export_jobs, parsed_options
 
     check_type("format", format, str, "the name of a format")
@@ -522,7 +519,7 @@ def export(
         check_type("jobs", job, Job, "a list of jobs")
     options = {"s3": chosen[0]._settings.s3, **options}
     stored = [StoredJob(job._ledger, job._confirmed(), job._ledger.job(job.id)) for job in chosen]
-    return Path(export_jobs(stored, format, str(to), where=_filter(where), **options).to)
+    return Path(export_jobs(stored, format, str(to), **options).to)
 
 
 def decode(source: Job | str | Path, to: str | Path, *, model: str | None = None) -> Path:
@@ -532,7 +529,7 @@ def decode(source: Job | str | Path, to: str | Path, *, model: str | None = None
 
     check_type("source", source, (Job, *PATH), "a job, or the folder of an export")
     check_type("to", to, PATH, "a path")
-    check_type("model", model, (str, NoneType), "the name or the folder of a model")
+    check_type("model", model or "", str, "the name or the folder of a model")
     if isinstance(source, Job):
         known = source._ledger, source._confirmed(), source._ledger.job(source.id)
         decode_source(source._settings, known, Path(to), model)
@@ -547,8 +544,8 @@ def augment(source: str | Path, to: str | Path, **effects: Any) -> Path:
     from jobs.export.augment import augment as write
     from jobs.export.augment import parse_range
 
-    for name, path in (("source", source), ("to", to)):
-        check_type(name, path, PATH, "a path")
+    check_type("source", source, PATH, "a path")
+    check_type("to", to, PATH, "a path")
     for name in ("room", "noise"):
         if isinstance(effects.get(name), str):
             effects[name] = Path(effects[name])

@@ -83,8 +83,10 @@ def parsed_options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
         if kind and type(value) is kind and (name != "part_mb" or value > 0):
             options[name] = _PARSERS.get(name, kind)(value)
         elif kind and not (value is None or isinstance(value, Path | Splits)):
-            known = ", ".join(f"{own} ({kind.__name__})" for own, kind in OPTIONS.items())
-            raise invalid(f"The option {name} of the export is {value!r:.80}.", f"Options are: {known}.")
+            raise invalid(
+                f"The option {name} of the export is {value!r:.80}.",
+                f"Its type is {kind.__name__}{', above 0' * (kind is int)}.",
+            )
     if (part_mb := options.pop("part_mb", None)) is not None:
         options["part_bytes"] = part_mb * 10**6
     return options

@@ -130,6 +130,10 @@ def test_rejected_codes_are_quarantined_and_drawn_again_at_a_retry(build: Build)
     (kept,) = rig.ledger.artifacts(job.id, QUARANTINE)
     assert kept.key.endswith(".safetensors")
     assert codes_of(rig, kept).codec == CODEC
+    rig.store.delete(kept.key)
+    lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, job)]
+    assert repair_objects(rig.ledger, rig.store, job, rig.pipeline, lost) == {"same": 1}
+    assert codes_of(rig, kept).codec == CODEC
 
 
 def test_checks_that_need_samples_are_refused_by_name() -> None:
