@@ -299,16 +299,20 @@ def test_fields_of_other_servers_are_taken_or_ignored() -> None:
         "max_new_tokens": 2048,
         "non_streaming_mode": False,
         "x_vector_only_mode": False,
+        "initial_codec_chunk_frames": 1,
+        "user": "someone",
     }
     cloned = {"ref_audio": b64(wav(1.0)), "ref_text": "A sine."}
     voice = StreamVoice(cloning=True)
-    with Running(voice) as server:
+    with Running(voice, max_audio_seconds=3.0) as server:
         known = server.speak("Hello.", **others, **cloned)
         assert (known.status_code, "x-ignored-fields" in known.headers) == (200, False)
         assert (len(voice.requests[0].messages), voice.requests[0].generation.reference_text) == (
             2,
             "A sine.",
         )
+        long = server.speak("Hello.", ref_audio=b64(wav(4.0)))
+        assert (long.status_code, error_of(long)["code"]) == (400, "input.too_long")
         unknown = server.speak("Hello.", speeed=1, **{"x\r\ny: z": 2})
         assert (unknown.status_code, unknown.headers["x-ignored-fields"]) == (200, "speeed")
 

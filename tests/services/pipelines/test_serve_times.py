@@ -172,13 +172,14 @@ def test_times_are_those_of_the_decoded_speech(server: Running, kind: str) -> No
     assert middles_of(audio, words) == pytest.approx([0.0] * 10, abs=0.002)
 
 
-def test_settings_of_times_cannot_change_in_a_context(server: Running) -> None:
+@pytest.mark.parametrize("name", ["add_timestamps", "add_phoneme_timestamps"])
+def test_settings_of_times_cannot_change_in_a_context(server: Running, name: str) -> None:
     """Cartesia: inputs of a context keep all fields but the transcript and `continue`."""
     with talk(server.url) as client:
         client.say("a", UNITS[0], more=True, **SEEDED, **output())
-        client.say("a", UNITS[1], more=True, **SEEDED, **output(), add_timestamps=True)
+        client.say("a", UNITS[1], more=True, **SEEDED, **output(), **{name: True})
         error = client.error("a")
-        assert (error["error_code"], "`add_timestamps` cannot change" in error["message"]) == (
+        assert (error["error_code"], f"`{name}` cannot change" in error["message"]) == (
             "invalid_value",
             True,
         )
