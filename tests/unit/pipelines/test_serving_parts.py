@@ -449,3 +449,13 @@ def test_threads_work_in_order_and_never_keep_a_process() -> None:
         gate.set()
         threads.shutdown()
     assert all(future.result(240) for future in running if not future.cancelled())
+
+
+@pytest.mark.parametrize("rate", [16_000, 24_000, 32_000, 44_100])
+def test_the_length_of_an_mp3_stream_is_that_of_its_decoded_audio(rate: int) -> None:
+    encoder = stream_encoder(rate, "mp3")
+    samples = np.random.default_rng(1).normal(0, 0.1, rate + 123).astype(np.float32)
+    file = io.BytesIO(encoder.add(samples) + encoder.end())
+    found, found_rate = soundfile.read(file)
+    assert found_rate == rate
+    assert len(found) == pytest.approx(rate * encoder.length(len(samples) / rate))
