@@ -21,7 +21,7 @@ class DaemonThreads(Executor):
     def __init__(self, count: int, name: str) -> None:
         self.count = count
         self._name = name
-        self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
+        self._work = queue.SimpleQueue[_Work]()
         self._lock = threading.Lock()
         self._idle = 0
         self._threads = list[threading.Thread]()

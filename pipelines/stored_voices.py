@@ -92,7 +92,11 @@ class VoiceFolder:
         that is unusable or too large, a text that is too long, and a full folder; `ConfigError`
         (`config.invalid`) if the folder cannot be written.
         """
-        _check_name(name)
+        message = "The name of a voice has 1 to 64 lowercase letters, digits, `-` and `_`, and begins with a letter or a digit."
+        if name in RESERVED:
+            message = f"The name {name!r} is reserved: clients of OpenAI send it."
+        if name in RESERVED or not NAME.fullmatch(name):
+            raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Choose another name.")
         text = text.strip()
         if len(text) > MAX_TEXT_CHARACTERS:
             raise input_too_long(
@@ -169,15 +173,6 @@ def in_voice_of(
     reference_text = generation.reference_text or text or None
     cloned = [*messages[:-1], Message("user", "audio", recording), messages[-1]]
     return cloned, msgspec.structs.replace(generation, voice=None, reference_text=reference_text)
-
-
-def _check_name(name: str) -> None:
-    message = "The name of a voice has 1 to 64 lowercase letters, digits, `-` and `_`, and begins with a letter or a digit."
-    if name in RESERVED:
-        message = f"The name {name!r} is reserved: clients of OpenAI send it."
-    elif NAME.fullmatch(name):
-        return
-    raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Choose another name.")
 
 
 def _not_writable(error: OSError, advice: str) -> ConfigError:

@@ -26,7 +26,6 @@ from pipelines.request import (
     Failed,
     Handle,
     Pipeline,
-    Speech,
     SynthesisRequest,
 )
 from pipelines.serving import ServeOptions
@@ -242,14 +241,6 @@ class ServedModel:
         if self.pipeline is None and self.admission.full:
             raise _starting()
 
-    async def speech(self, request: SynthesisRequest, permit: Permit) -> Speech:
-        """The whole speech; cancelling the call aborts it. Raises `NightjarError`, and `ApiError` (503)
-        while no engine is ready."""
-        async with contextlib.aclosing(self.chunks(request, permit, stream=False)) as events:
-            done = await anext(events)
-        assert isinstance(done, Done)
-        return done.speech
-
     async def chunks(
         self,
         request: SynthesisRequest,
@@ -259,7 +250,8 @@ class ServedModel:
         stream: bool = True,
     ) -> AsyncGenerator[AudioChunk | Done, None]:
         """The chunks of the speech, then `Done`, which has all samples of a request that is not streamed.
-        Closing the generator cancels the request. Raises as `speech`.
+        Closing the generator cancels the request. Raises `NightjarError`, and `ApiError` (503) while no engine is
+        ready.
 
         If the engine dies before the first event, the request is tried once more by the next engine; callers
         limit the time.

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, cast
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 
 from pipelines.errors import ErrorCode, NightjarError
-from pipelines.request import Generation, SynthesisRequest
+from pipelines.request import Done, Generation, SynthesisRequest
 from pipelines.serving.admission import Permit
 from pipelines.serving.encoding import MEDIA_TYPES, SpeechFormat, stream_encoder, whole_file
 from pipelines.serving.errors import ApiError, as_api_error, bad_request, check_text, named_field
@@ -190,7 +190,10 @@ async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id:
     requests = unit_requests(request, units) or [request]
     events = body.stream_format == "sse"
     if not (_streams(serving, body) or units or events):
-        speech = await model.speech(request, permit)
+        async with aclosing(model.chunks(request, permit, stream=False)) as made:
+            done = await anext(made)
+        assert isinstance(done, Done)
+        speech = done.speech
         data = await asyncio.to_thread(whole_file, speech.samples, speech.sample_rate, kind)
         serving.metrics.audio_sent(len(speech.samples) / speech.sample_rate)
         yield Head(MEDIA_TYPES[kind], {**headers, "content-length": str(len(data))})

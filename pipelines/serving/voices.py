@@ -102,8 +102,8 @@ class Voices:
             return SynthesisRequest(request_id, tuple(messages), spoken, seed, timestamps=timestamps)
 
         # Recordings are read in a thread. Other requests are built here, which is faster than a thread.
-        folder = None if voice_name is None or self._is_own(voice_name) else self._folder
-        if recordings or (voice_name is not None and folder is not None and folder.has(voice_name)):
+        name, folder = voice_name or "", self._folder
+        if recordings or (folder is not None and not self._is_own(name) and folder.has(name)):
             return await asyncio.to_thread(build)
         return build()
 
