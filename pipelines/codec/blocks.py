@@ -9,7 +9,6 @@ how their checkpoints name and store them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -38,7 +37,6 @@ class Snake(NamedTuple):
     gain: Tensor
 
 
-@dataclass(frozen=True, slots=True)
 class BlockLoader(Loader):
     """Loads the weights of blocks; families add their format of convolutions and snakes."""
 

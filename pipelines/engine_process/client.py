@@ -109,7 +109,7 @@ class EngineProcess:
         self.recordings = dict[int, Sequence[Recording]]()
         self.readers = DaemonThreads(_READING_THREADS, "recording")
         #: Whole utterances that the child's pipeline has not accepted.
-        self._pending: set[int] = set()
+        self._pending = set[int]()
         self._stats = EngineStats()
         #: The latest description of the child's engine.
         self.info = EngineInfo()
@@ -159,7 +159,8 @@ class EngineProcess:
         """
         check_start(self, request, stream)
         text_open = isinstance(request, SynthesisRequest) and request.text_open
-        number, pieces = next(self._numbers), None
+        number = next(self._numbers)
+        pieces = None
         if isinstance(request, SynthesisRequest) and self._frontend is not None:
             request, pieces = self._frontend.prepare(request)
         record, recordings = _record_of(request)
@@ -222,7 +223,8 @@ class EngineProcess:
         try:
             recording = recordings[wanted.place]
             if wanted.reading is None:
-                data, rate = np.frombuffer(recording.data, np.uint8), 0
+                data = np.frombuffer(recording.data, np.uint8)
+                rate = 0
             else:
                 data, rate = recording.read(*wanted.reading)
             assert self._child is not None
@@ -234,8 +236,9 @@ class EngineProcess:
             self._send(Answer(wanted.wanted, refused))
         except Exception as failed:
             log.exception("a recording could not be sent")
-            reason = f"The recording could not be read: {failed!r}."
-            error = SynthesisError(ErrorCode.SYNTH_ENGINE, reason, "See the log.")
+            error = SynthesisError(
+                ErrorCode.SYNTH_ENGINE, f"The recording could not be read: {failed!r}.", "See the log."
+            )
             self._send(Answer(wanted.wanted, error))
 
     def _remove(self, number: int, cancel: bool = False) -> Listener | None:
@@ -283,7 +286,8 @@ class EngineProcess:
         if isinstance(message, ChunkMessage):
             _notify(self._requests.get(message.number), message.chunk)
         elif isinstance(message, Stats):
-            self._stats, self.info = message.stats, message.info
+            self._stats = message.stats
+            self.info = message.info
         elif isinstance(message, Opened):
             self.info = message.info
             self._opened.set_result(message)
@@ -323,8 +327,11 @@ class EngineProcess:
             self._ended = ended
             self.recordings.clear()
         self.readers.shutdown(cancel_futures=True)
-        advice = "See the log. The model may need more memory than there is."
-        crash = EngineCrashError(ErrorCode.WORKER_CRASH, f"The engine's process ended {reason}.", advice)
+        crash = EngineCrashError(
+            ErrorCode.WORKER_CRASH,
+            f"The engine's process ended {reason}.",
+            "See the log. The model may need more memory than there is.",
+        )
         if self._closed is None:
             log.error("the engine's process ended %s; requests in it: %d", reason, len(self._requests))
         if not self._opened.done():
@@ -392,5 +399,6 @@ def _unsendable(error: ValueError | OverflowError) -> InputError:
         return not_unicode()
     if isinstance(error, OverflowError):
         return unsupported("A number of the request has more than 64 bits.", "Give a smaller one.")
-    message, advice = "The request is too long to be sent.", "Give shorter recordings."
-    return InputError(ErrorCode.INPUT_TOO_LONG, message, advice)
+    return InputError(
+        ErrorCode.INPUT_TOO_LONG, "The request is too long to be sent.", "Give shorter recordings."
+    )

@@ -70,7 +70,8 @@ from pipelines.request import (
 log = logging.getLogger(__name__)
 
 #: Minimum seconds between two messages with stats, and between two of which only the counter of energy differs.
-STATS_SECONDS, IDLE_STATS_SECONDS = 0.02, 1.0
+STATS_SECONDS = 0.02
+IDLE_STATS_SECONDS = 1.0
 #: Threads that start streams whose text is tokenized first. More threads would not be faster.
 _STARTING_THREADS = 4
 #: Threads that start requests with a recording, so that many voices are encoded in a batch. More than a client's
@@ -149,7 +150,8 @@ class EngineServer:
         self._answers = queue.SimpleQueue[tuple[int, Done | Failed] | None]()
         self._lock = threading.Lock()
         self._requests = dict[int, _Request]()
-        self._feeder, self._starters = DaemonThreads(1, "feeder"), DaemonThreads(_STARTING_THREADS, "starter")
+        self._feeder = DaemonThreads(1, "feeder")
+        self._starters = DaemonThreads(_STARTING_THREADS, "starter")
         self._cloners = DaemonThreads(CLONING_THREADS, "cloner")
         self._questions = itertools.count()
         #: Answers of the client that threads wait for.
@@ -197,7 +199,8 @@ class EngineServer:
 
     def _handle(self, message: ToChild) -> None:
         if isinstance(message, Start):
-            number, stream = message.number, message.stream
+            number = message.number
+            stream = message.stream
             with self._lock:
                 self._requests[number] = _Request()
             request = self._request_of(message)
@@ -318,16 +321,19 @@ class EngineServer:
     def _deliver(self, pipeline: Pipeline) -> None:
         """Sends whole speech and stats until the client closes. Waits for a client that reads slowly instead
         of buffering speech."""
-        sent, sent_at = EngineStats(), 0.0
+        sent = EngineStats()
+        sent_at = 0.0
         while True:
             with suppress(queue.Empty):
                 if (answer := self._answers.get(timeout=STATS_SECONDS)) is None:
                     return
                 self._send_event(*answer, wait=True)
-            stats, now = pipeline.stats(), time.monotonic()
+            stats = pipeline.stats()
+            now = time.monotonic()
             is_same = replace(stats, joules=sent.joules) == sent
             if stats != sent and now >= sent_at + (IDLE_STATS_SECONDS if is_same else STATS_SECONDS):
-                sent, sent_at = stats, now
+                sent = stats
+                sent_at = now
                 self._send(Stats(stats, pipeline.info), wait=True)
 
     def _send_event(self, number: int, event: Event, wait: bool = False) -> None:

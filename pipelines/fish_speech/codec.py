@@ -6,10 +6,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,13 +64,12 @@ def open_codec(folder: Path) -> TensorTable:
     return TensorTable(path, found, found.__getitem__)
 
 
-@dataclass(frozen=True, slots=True)
 class CodecLoader(BlockLoader):
     """Loads the codec's tensors: weight norms are folded into convolutions; snakes have one parameter per
     channel."""
 
-    unit_names: ClassVar[tuple[str, str, str, str]] = "block.0.", "block.1.conv.", "block.2.", "block.3.conv."
-    scale_names: ClassVar[tuple[str, str]] = "attention_layer_scale.gamma", "ffn_layer_scale.gamma"
+    unit_names = "block.0.", "block.1.conv.", "block.2.", "block.3.conv."
+    scale_names = "attention_layer_scale.gamma", "ffn_layer_scale.gamma"
 
     def kernel(self, *shape: int) -> Tensor:
         return take_normed(self.source, self.prefix, shape).to(self.device, self.dtype)

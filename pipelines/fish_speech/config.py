@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pipelines.nn.config_keys import (
     BaseSamplingDefaults,
@@ -59,7 +59,7 @@ class CodecStackConfig(StackShape):
     rope_theta: Annotated[Positive, "config.rope_base"] = 10_000.0
     #: Steps that a query sees, including its own.
     window: Annotated[Size, "window_size"] = field(kw_only=True)
-    qk_norm: ClassVar[bool] = False
+    qk_norm = False
 
 
 _PUBLISHED_STACK = CodecStackConfig(1024, 3072, 8, 16, 16, 64, window=128)

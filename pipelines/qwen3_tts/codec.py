@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,13 +40,12 @@ PRE_CONV_KERNEL = 3
 USAGE_FLOOR = 1e-5
 
 
-@dataclass(frozen=True, slots=True)
 class CodecLoader(BlockLoader):
     """Loads the decoder's tensors: plain convolutions, and SnakeBeta, whose parameters are stored as
     logarithms."""
 
-    unit_names: ClassVar[tuple[str, str, str, str]] = "act1.", "conv1.conv.", "act2.", "conv2.conv."
-    scale_names: ClassVar[tuple[str, str]] = "self_attn_layer_scale.scale", "mlp_layer_scale.scale"
+    unit_names = "act1.", "conv1.conv.", "act2.", "conv2.conv."
+    scale_names = "self_attn_layer_scale.scale", "mlp_layer_scale.scale"
 
     def kernel(self, *shape: int) -> Tensor:
         return self("weight", *shape)

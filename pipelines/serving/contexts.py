@@ -48,7 +48,8 @@ log = logging.getLogger(__name__)
 #: Maximum time that a passage holds its slot while it waits for text.
 MAX_TEXT_WAIT_SECONDS = 30.0
 #: Codes and reasons of the end of a connection.
-CLOSED, _STOPPED = (1000, ""), (1001, "The server is shutting down.")
+CLOSED = (1000, "")
+_STOPPED = (1001, "The server is shutting down.")
 _IDLE = 1000, "The connection was idle for too long."
 
 #: A message to a client: bytes, or an object that is sent as JSON.
@@ -107,7 +108,7 @@ class Context:
         self._passage: Passage | None = None
         #: Texts to speak, and numbers of flushes, each of which is reported once the speech before it is
         #: sent.
-        self._queue: deque[Passage | int] = deque()
+        self._queue = deque[Passage | int]()
         self._changed = asyncio.Event()
         #: Whether all text so far is to be spoken, and whether no text follows.
         self._flushed = self._ended = False
@@ -215,7 +216,8 @@ class Context:
 
     async def _speak(self, passage: Passage, permit: Permit) -> None:
         step = time.monotonic()
-        number, self._units = self._units, self._units + 1
+        number = self._units
+        self._units += 1
         request = replace(unit_request(self._request, passage.text, number), text_open=self._streams_text)
         opened = partial(passage.attach, sent_characters=len(passage.text)) if self._streams_text else None
         encoder = self._socket.encoder(self._serving, self._first)
