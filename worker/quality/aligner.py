@@ -26,7 +26,7 @@ from worker.quality.meters import (
 )
 
 #: Longer speech is read in windows of this length, with this context on both sides, so many at once.
-WINDOW_SECONDS, CONTEXT_SECONDS, BATCH = 20, 1, 8
+WINDOW_SECONDS, CONTEXT_SECONDS, BATCH = 20, 1, 4
 #: Strides of CTC models are multiples of this many samples, 5 ms.
 _STRIDE_UNIT = 80
 #: The score is the worst mean of so many seconds, about a syllable.

@@ -359,7 +359,7 @@ class DistillMosMeter:
     XLS-R: the mean over segments, in float32."""
 
     #: Samples of a segment, the most between the starts of two, and the segments that are scored at once.
-    SEGMENT, HOP, AT_ONCE = 122_880, 16_000, 16
+    SEGMENT, HOP, AT_ONCE = 122_880, 16_000, 8
 
     def __init__(self, device: str = "auto", threads: int = 1) -> None:
         import torch
