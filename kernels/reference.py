@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from kernels.attention import paged_decode_attention
 from kernels.frame import DepthTensors, Feedback, FrameTensors, StackTensors, StateTensors
@@ -66,17 +66,15 @@ def run_stack(
     eps = stack.eps
     angles = stack.rope_table[positions]
     for index, layer in enumerate(stack.layers):
-        packed = functional.linear(rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
+        packed = linear(rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
         q = qk_norm_rope_append(
             packed, layer.q_norm, layer.k_norm, eps, angles, k_cache[index], v_cache[index], pages, offsets, stack.wide_rope
         )  # fmt: skip
         if keys_only_at_the_end and index == len(stack.layers) - 1:
             break
         mixed = attend(q, k_cache[index], v_cache[index], scale=stack.scale)
-        x = x + functional.linear(mixed, layer.o)
-        x = x + functional.linear(
-            swiglu(functional.linear(rms_norm(x, layer.post_norm, eps), layer.gate_up)), layer.down
-        )
+        x = x + linear(mixed, layer.o)
+        x = x + linear(swiglu(linear(rms_norm(x, layer.post_norm, eps), layer.gate_up)), layer.down)
     return x
 
 
@@ -97,7 +95,7 @@ def draw_frame(
     """
     rules = weights.draw
     depth = weights.depth
-    logits = functional.linear(hidden, weights.head).float()
+    logits = linear(hidden, weights.head).float()
     frames = state.frames[rows]
     noise = frame_noise(state.seeds[rows], frames, weights.codebooks + (rules.window > 0))
     drawn = draw_first(weights, state, rows, logits, noise, first_flags)
@@ -188,11 +186,11 @@ def depth_frame(
     codes = [first]
     kept = []
     finite = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
-    start = hidden if depth.project is None else functional.linear(hidden, *depth.project)
+    start = hidden if depth.project is None else linear(hidden, *depth.project)
     x = torch.stack((start, depth.inputs[first + depth.starts[0]]), dim=1)
     for step in range(later):
         out = _depth_step(x, 0 if step == 0 else step + 1, stack, cache)
-        logits = functional.linear(rms_norm(out[:, -1], stack.norm, stack.eps), depth.heads[step]).float()
+        logits = linear(rms_norm(out[:, -1], stack.norm, stack.eps), depth.heads[step]).float()
         finite &= all_finite(logits)
         kept.append(logits)
         code = sample(logits, random[:, step], settings, flags, nucleus_first)
@@ -215,7 +213,7 @@ def _depth_step(x: Tensor, start: int, stack: StackTensors, cache: Tensor) -> Te
         queries = q.view(rows, new, -1, stack.head_dim).transpose(1, 2)
         keys = keys[:, :, : start + new]
         values = values[:, :, : start + new]
-        mixed = functional.scaled_dot_product_attention(
+        mixed = scaled_dot_product_attention(
             queries, keys, values, is_causal=new > 1, scale=scale, enable_gqa=True
         )
         return mixed.transpose(1, 2).reshape(rows * new, -1)

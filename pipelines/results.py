@@ -325,7 +325,7 @@ class SpeechPipeline(ReadsRecordings, Generic[R, O]):
 
     def __init__(
         self,
-        engine: SpeechEngine[R],
+        host: SpeechEngine[R],
         stage: CodecStage,
         streamer: Callable[[O, CodecStage, Listener], Receiver] = Streamer,
         utterance: Callable[[O, CodecStage, Listener], Receiver] = Utterance,
@@ -334,7 +334,7 @@ class SpeechPipeline(ReadsRecordings, Generic[R, O]):
         """`cuts_chunks`: whether the engine delivers streams in chunks of the right size for the codec."""
         if not stage.decodes:
             self.capabilities = replace(self.capabilities, audio=False, streaming=False)
-        self._engine = engine
+        self.host = host
         self._stage = stage
         self._streamer = streamer
         self._utterance = utterance
@@ -351,14 +351,14 @@ class SpeechPipeline(ReadsRecordings, Generic[R, O]):
     @property
     def info(self) -> EngineInfo:
         """How the engine was opened."""
-        return self._engine.info
+        return self.host.info
 
     def stats(self) -> EngineStats:
-        return replace(self._engine.stats(self._audio_seconds), joules=board_joules())
+        return replace(self.host.stats(self._audio_seconds), joules=board_joules())
 
     def close(self) -> None:
         """Frees the engine; see `Pipeline.close`."""
-        self._engine.close()
+        self.host.close()
         self._stage.close()
 
     def _prepare(self, request: SynthesisRequest) -> tuple[R, O]:
@@ -373,7 +373,7 @@ class SpeechPipeline(ReadsRecordings, Generic[R, O]):
             with self._lock:
                 self._audio_seconds += listener.seconds
             if not done:
-                self._engine.cancel(receiver.current)
+                self.host.cancel(receiver.current)
             if isinstance(receiver, Streamer):
                 receiver.release()
 
@@ -381,9 +381,9 @@ class SpeechPipeline(ReadsRecordings, Generic[R, O]):
         receiver = (self._streamer if stream else self._utterance)(info, self._stage, listener)
         if self._cuts_chunks and isinstance(receiver, Streamer):
             receiver.chunk_frames = ()
-        receiver.engine = self._engine
+        receiver.engine = self.host
         receiver.current = wanted
         receiver.output = output
         receiver.frame_samples = self.frame_samples
-        self._engine.submit(wanted, receiver)
+        self.host.submit(wanted, receiver)
         return listener

@@ -9,7 +9,7 @@ how their checkpoints name and store them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,9 +41,9 @@ class BlockLoader(Loader):
     """Loads the weights of blocks; families add their format of convolutions and snakes."""
 
     #: The names of a residual unit's first snake, wide convolution, second snake and narrow convolution.
-    unit_names: ClassVar[tuple[str, str, str, str]]
+    unit_names: tuple[str, str, str, str]
     #: The names of the scales of a transformer layer: of its attention, and of its MLP.
-    scale_names: ClassVar[tuple[str, str]]
+    scale_names: tuple[str, str]
 
     def kernel(self, *shape: int) -> Tensor:
         """The weight of the convolution at this prefix, in the shape that `torch.nn` uses."""

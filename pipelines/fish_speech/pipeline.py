@@ -269,7 +269,6 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         self.config = config
         self.vocabulary = vocabulary
         self.references = ReferenceEncoder(codec.encoder)
-        self.host = host
         self.name = config.folder.name
         self.sample_rate = config.sample_rate
         self.capabilities = CAPABILITIES

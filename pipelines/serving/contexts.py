@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -291,7 +291,7 @@ class ContextSocket:
     #: Its path, which is the label of its metrics.
     route = WEBSOCKET
     #: The context of messages that name none.
-    default_context: ClassVar[str | None] = None
+    default_context: str | None = None
     #: Held while a context speaks; a lock if one speaks after the other.
     turn: AbstractAsyncContextManager[None] = nullcontext()
 

@@ -36,8 +36,7 @@ _SILENCE = 0.01
 _KEPT_SECONDS = 0.02
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Serving:
+class Serving(NamedTuple):
     """One model of a server, and the objects that its requests share."""
 
     model: ServedModel

@@ -217,7 +217,6 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
     ) -> None:
         self.parts = parts
         self.config = parts.config
-        self.host = host
         self.name = self.config.folder.name
         self.sample_rate = self.config.sample_rate
         self.frame_samples = self.config.bicodec.samples_per_token

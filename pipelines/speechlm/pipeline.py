@@ -257,7 +257,6 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         self.config = config
         self.coder = coder
         self.encoder = encoder
-        self.host = host
         self.name = config.folder.name
         self.sample_rate = config.sample_rate
         self.capabilities = CAPABILITIES
