@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping
 from typing import BinaryIO
 
-from jobs.store.base import ObjectInfo, ObjectStore, sha256_of
+from jobs.store.base import Metadata, ObjectInfo, ObjectStore, sha256_of
 
 MAX_SLUG_CHARACTERS = 60
 _NOT_SAFE = re.compile(r"[^A-Za-z0-9_-]+")
@@ -155,9 +154,7 @@ def numbered_key(key: str, number: int) -> str:
     return f"{folder}{slash}{stem}.{number}{dot}{extensions}"
 
 
-def put_hashed(
-    store: ObjectStore, key: str, data: bytes, sha256: str, metadata: Mapping[str, str] | None = None
-) -> None:
+def put_hashed(store: ObjectStore, key: str, data: bytes, sha256: str, metadata: Metadata = None) -> None:
     """Puts an object whose key contains its hash. An existing object with another hash is damaged, for example by a
     power cut, and is replaced."""
     if store.put(key, data, metadata=metadata).sha256 != sha256:
@@ -169,7 +166,7 @@ def put_numbered(
     store: ObjectStore,
     key: str,
     data: bytes | BinaryIO,
-    metadata: Mapping[str, str] | None = None,
+    metadata: Metadata = None,
     *,
     newest: bool = False,
 ) -> ObjectInfo:

@@ -223,6 +223,12 @@ class FoundJob(NamedTuple):
 
         return store_of(self.job, self.settings.s3)
 
+    def renew_manifest(self) -> None:
+        """See `jobs.export.manifest.renew_manifest`."""
+        from jobs.export.manifest import renew_manifest
+
+        renew_manifest(self.ledger, self.store, self.id)
+
 
 @contextmanager
 def chosen_jobs(ids: Sequence[str], home: str | None, choice: JobChoice = _ANY) -> Iterator[list[FoundJob]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import BinaryIO
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from jobs.settings import S3Settings
 from jobs.store import S3Store, is_remote, open_store
-from jobs.store.base import ObjectInfo, ObjectStore
+from jobs.store.base import Metadata, ObjectInfo, ObjectStore
 from jobs.store.s3 import split_s3_url
 from pipelines.child_process import CalledChild, ChildEndedError, answer_calls, helper_environment
 from pipelines.errors import ErrorCode, StoreError
@@ -168,7 +168,7 @@ class ProcessStore(S3Store):
         super().__init__(*split_s3_url(url), settings)
         self._processes = processes
 
-    def put(self, key: str, data: bytes | BinaryIO, metadata: Mapping[str, str] | None = None) -> ObjectInfo:
+    def put(self, key: str, data: bytes | BinaryIO, metadata: Metadata = None) -> ObjectInfo:
         """Puts an object as `ObjectStore.put` does. If a process dies, another one repeats the put and may find that the
         object already exists."""
         if isinstance(data, bytes):

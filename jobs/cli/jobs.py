@@ -488,11 +488,10 @@ def _finish(found: FoundJob, output: Output) -> None:
     """Writes the manifest, as the worker that ends a job does; if the store is unreachable, the job is cancelled
     anyway. Runs the operator's hook if the job is in a folder of `nightjar run`, where no worker is left to run it;
     other jobs are reported by workers."""
-    from jobs.export.manifest import renew_manifest
     from jobs.notification import say_ends
 
     try:
-        renew_manifest(found.ledger, found.store, found.id)
+        found.renew_manifest()
     except NightjarError as error:
         output.note(
             f"The manifest was not written: {printable(str(error))} An export in the format `manifest` lists the same items."

@@ -283,12 +283,11 @@ def report(
       nightjar report JOB --to night.html --price 2.80
       nightjar report JOB --serve
     """
-    from jobs.export.manifest import renew_manifest
     from jobs.report import default_place, write_report
 
     # A killed server may have left an old one.
     with suppress(NightjarError):
-        renew_manifest(found.ledger, found.store, found.id)
+        found.renew_manifest()
     price = found.settings.price_per_gpu_hour if price is None else price
     if serve and (to or embed):
         raise click.UsageError("--serve writes no file, so it takes neither --to nor --embed.")
@@ -305,7 +304,7 @@ def report(
             output.result(url, "nightjar.report_server/1", job=found.id, url=url)
             sys.stdout.flush()
             server.serve_forever()
-        renew_manifest(found.ledger, found.store, found.id)
+        found.renew_manifest()
         return
     # Absolute, so that `-` is a file's name.
     place = to.absolute() if to else default_place(found.settings, found.id)
@@ -369,15 +368,12 @@ def refuse(found: FoundJob, output: Output, ids: Sequence[str], reason: str) -> 
 
 
 def _decide(found: FoundJob, output: Output, ids: Sequence[str], decision: Decision) -> None:
-    from jobs.export.manifest import renew_manifest
-
     listed = sys.stdin.buffer.read().decode(errors="replace").split("\n") if "-" in ids else ()
     chosen = [*(one for one in ids if one != "-"), *filter(None, (one.removesuffix("\r") for one in listed))]
     count = found.ledger.decide(found.id, chosen, decision)
     text = printable(f"{counted(count, 'item')} of {found.id} {decision}.")
-    view = {"accepted": decision.accepted, "items": count}
-    output.result(text, "nightjar.decision/1", job=found.id, **view)
-    renew_manifest(found.ledger, found.store, found.id)
+    output.result(text, "nightjar.decision/1", job=found.id, accepted=decision.accepted, items=count)
+    found.renew_manifest()
 
 
 @click.command()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from jobs.dialogue import metadata_json
+from jobs.dialogue import decode_object, metadata_json
 from jobs.export.files import SortedLines
 from jobs.export.items import (
     TEXT,
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 _HASH_BYTES = 16
 #: Values of a byte of `JobSet.choose`: exported, and exported with the id of its job before its example id.
 _EXPORTED, _RENAMED = 1, 2
-_decode_line = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class StoredJob(NamedTuple):
@@ -160,7 +159,7 @@ class JobSet:
         ):
             same = list(group)
             known = [item_metadata(item.job, item) for item in same]
-            said = _decode_line(same[0].dialogue)["messages"] if whole else known[0].text
+            said = decode_object(same[0].dialogue)["messages"] if whole else known[0].text
             self._texts.add((said, [one.speaker for one in known]), same[0].artifact.index, len(same))
             yield from same
 
@@ -281,5 +280,5 @@ def _moved(row: ItemRow, by: int) -> ItemRow:
 
 
 def _renamed(dialogue: msgspec.Raw, example_id: str) -> msgspec.Raw:
-    line = _decode_line(dialogue) | {"example_id": msgspec.Raw(msgspec.json.encode(example_id))}
+    line = decode_object(dialogue) | {"example_id": msgspec.Raw(msgspec.json.encode(example_id))}
     return msgspec.Raw(msgspec.json.encode(line))

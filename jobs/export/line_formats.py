@@ -33,7 +33,7 @@ from typing import Any
 
 import msgspec
 
-from jobs.dialogue import speech_position, with_audio
+from jobs.dialogue import decode_object, speech_position, with_audio
 from jobs.export.dataset import PartFiles
 from jobs.export.files import json_line
 from jobs.export.formats import ExportFormat
@@ -48,7 +48,6 @@ _LINE_CHARACTERS = 42
 _SENTENCE_ENDS = tuple(".!?…。！？")
 #: Unicode's categories of control characters and of line and paragraph separators.
 _BREAKS = {"Cc", "Zl", "Zp"}
-_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_messages = msgspec.json.Decoder(list[list[Any]]).decode
 
 
@@ -75,7 +74,7 @@ def espnet_line(job: Job, items: Sequence[Located]) -> bytes:
     model wrote precedes it and replaces assistant texts directly before it.
     """
     first, where = items[0]
-    line = _decode(first.dialogue)
+    line = decode_object(first.dialogue)
     messages = _decode_messages(line["messages"])
     if first.message_index is not None:
         audio = {item.message_index: where for item, where in items if item.message_index is not None}
@@ -91,7 +90,7 @@ def espnet_line(job: Job, items: Sequence[Located]) -> bytes:
 
 def espnet_text_line(dialogue: msgspec.Raw, text: str) -> bytes:
     """The line of an item whose answer is text without audio, with the answer appended."""
-    line = _decode(dialogue)
+    line = decode_object(dialogue)
     return json_line(line | {"messages": [*_decode_messages(line["messages"]), ["assistant", "text", text]]})
 
 

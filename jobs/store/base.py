@@ -13,6 +13,9 @@ from typing import Any, BinaryIO, ClassVar, cast
 
 from pipelines.errors import ErrorCode, StoreError
 
+#: What is stored beside the content of an object.
+Metadata = Mapping[str, str] | None
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
@@ -80,7 +83,7 @@ class ObjectStore:
             f"Mount or restart it; the work then continues. If this is the right place, write the expected line into {IDENTITY_KEY} there.",
         )
 
-    def put(self, key: str, data: bytes | BinaryIO, metadata: Mapping[str, str] | None = None) -> ObjectInfo:
+    def put(self, key: str, data: bytes | BinaryIO, metadata: Metadata = None) -> ObjectInfo:
         """Writes once: an existing object is kept, and described with `created=False`. `data` may be an open
         file that is larger than memory; the maximum of S3 is 5 GiB.
 

@@ -9,7 +9,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -17,6 +17,7 @@ from typing import BinaryIO, cast
 
 from jobs.store.base import (
     IDENTITY_KEY,
+    Metadata,
     ObjectInfo,
     ObjectStore,
     missing_allowed,
@@ -88,7 +89,7 @@ class FolderStore(ObjectStore):
         self._top = self._open_checked(identity)
         self._identity = identity or self._identity
 
-    def put(self, key: str, data: bytes | BinaryIO, metadata: Mapping[str, str] | None = None) -> ObjectInfo:
+    def put(self, key: str, data: bytes | BinaryIO, metadata: Metadata = None) -> ObjectInfo:
         *folders, name = split_key(key)
         with self._errors(key, putting=True):
             folder = self._made_folder(*folders)

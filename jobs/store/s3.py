@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import quote, urlsplit
@@ -13,6 +13,7 @@ from urllib.parse import quote, urlsplit
 from jobs.settings import S3Settings
 from jobs.store.base import (
     IDENTITY_KEY,
+    Metadata,
     ObjectInfo,
     ObjectStore,
     missing_allowed,
@@ -219,7 +220,7 @@ class S3Store(ObjectStore):
     def _get(self, name: str, **options: str) -> Any:
         return self._client.get_object(Bucket=self.bucket, Key=name, **options)
 
-    def put(self, key: str, data: bytes | BinaryIO, metadata: Mapping[str, str] | None = None) -> ObjectInfo:
+    def put(self, key: str, data: bytes | BinaryIO, metadata: Metadata = None) -> ObjectInfo:
         sha256 = sha256_of(data)
         size = len(data) if isinstance(data, bytes) else data.tell()
         request = {
