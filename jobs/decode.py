@@ -28,7 +28,8 @@ from jobs.export.audio import AudioReader
 from jobs.export.dataset import END, Finished
 from jobs.export.files import json_line, output
 from jobs.export.folder_formats import read_examples
-from jobs.export.items import JsonObject, audio_items, facts
+from jobs.export.items import audio_items, facts
+from jobs.formatting import JsonObject
 from jobs.layout import slug
 from jobs.ledger.records import Job, JobSpec
 from jobs.packs import map_ahead

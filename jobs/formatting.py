@@ -9,6 +9,8 @@ import re
 from itertools import pairwise
 from typing import Any
 
+#: An object of JSON or TOML.
+JsonObject = dict[str, Any]
 #: The text that replaces a secret.
 MASK = "********"
 # A password may contain any character except white space, also `@` and `/`: everything up to the last `@` of the

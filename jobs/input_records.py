@@ -36,7 +36,7 @@ from jobs.dialogue import (
     decode_object,
     row_dialogue,
 )
-from jobs.formatting import printable
+from jobs.formatting import JsonObject, printable
 from jobs.ledger.records import JobSpec, Reading
 from jobs.source import (
     CONVERT_RETURNS,
@@ -248,7 +248,7 @@ class _Track(msgspec.Struct, frozen=True):
 _decode_cut = msgspec.json.Decoder(_Cut).decode
 
 
-def supervision_rows(line: bytes) -> Iterator[dict[str, Any]]:
+def supervision_rows(line: bytes) -> Iterator[JsonObject]:
     """The supervisions of a cut of Lhotse as rows, or the row of a supervision. A row has `id`, `text`,
     `speaker`, the other keys in `supervision`, and the other keys of the cut in `cut`. Raises `InputError`.
 
@@ -269,7 +269,7 @@ def supervision_rows(line: bytes) -> Iterator[dict[str, Any]]:
         yield row | {"supervision": supervision} | ({"cut": own} if own else {})
 
 
-def _json_rows(records: Records, rows_of: Callable[[bytes], Iterable[dict[str, Any]]]) -> Iterator[Record]:
+def _json_rows(records: Records, rows_of: Callable[[bytes], Iterable[JsonObject]]) -> Iterator[Record]:
     """Yields the records of lines of JSON, each of which has one row or more. A number is that of a row."""
     dialogue = row_converter(records.chosen, records.voice_of, records.left_out)
     number = 0
@@ -387,7 +387,7 @@ _READERS: dict[InputFormat, Callable[[Records], Iterator[Record]]] = {
 
 
 def _csv_rows(
-    lines: Iterator[bytes | None], dialect: dict[str, Any]
+    lines: Iterator[bytes | None], dialect: JsonObject
 ) -> Iterator[tuple[int, list[str] | InputError, int]]:
     """Yields (number of its first line, its fields or its error, number of its further lines) of each row of CSV; a
     blank line has no fields. If a row is invalid, only its first line is rejected, and its further lines are read

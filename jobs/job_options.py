@@ -41,6 +41,8 @@ def _share(value: object) -> object:
 
 #: A share such as `5%` or `0.05`.
 Share = Annotated[float, BeforeValidator(_share), Field(ge=0, le=1)]
+#: Options, or settings of a generation, by their names.
+Options = dict[str, Any]
 DEFAULT_MODEL = "hibari"
 AUDIO: Output = "audio"
 JOB, KEYS, MESSAGES = "Job", "Keys of --set", "Messages and help"
@@ -252,7 +254,7 @@ class OptionError(ValueError):
 
 
 @cache
-def hints() -> dict[str, Any]:
+def hints() -> Options:
     """Option -> its annotated type, in the order of the table."""
     return get_type_hints(JobOptions, include_extras=True)
 
@@ -262,7 +264,7 @@ def _adapter() -> TypeAdapter[JobOptions]:
     return TypeAdapter(JobOptions)
 
 
-def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def read_options(options: Mapping[str, Any]) -> Options:
     """Converts options to their types, also from text; None means not given. Raises `OptionError`."""
     given = plain_numbers({name: value for name, value in options.items() if value is not None})
     try:
@@ -276,7 +278,7 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
         raise OptionError(name, reason, first["input"], unknown=first["type"] == "extra_forbidden") from None
 
 
-def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def checked_options(options: Mapping[str, Any]) -> Options:
     """Like `read_options`, but raises `config.invalid`."""
     try:
         return read_options(options)
@@ -296,7 +298,7 @@ def checked_generation(asked: Mapping[str, Any]) -> Generation:
         raise invalid(f"The generation is not valid: {error}.", f"Its keys are: {known}.") from None
 
 
-def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+def plain_numbers(values: Mapping[str, Any]) -> Options:
     """Converts NumPy's numbers to Python's."""
     return {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
 
@@ -345,7 +347,7 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
     if voices := given.pop("voice_of", None):
         asked["roles"] = {role: {"voice": voice} for role, voice in voices.items()}
     generation = checked_generation(asked)
-    own: dict[str, Any] = {name: given.pop(name, False) or msgspec.UNSET for name in ("pack", "timestamps")}
+    own: Options = {name: given.pop(name, False) or msgspec.UNSET for name in ("pack", "timestamps")}
     own |= {"model": str(given.pop("model", DEFAULT_MODEL))}
     by_speaker = given.pop("voices_by", "dialogue") == "speaker"
     balance = given.pop("balance", False)
@@ -375,7 +377,7 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
     return spec, SubmitOptions(owner=owner, **given)
 
 
-def asked_quality(given: dict[str, Any]) -> Quality | None:
+def asked_quality(given: Options) -> Quality | None:
     """Removes the options of the checks, and returns their `quality`. Raises `config.invalid`."""
     changes = [*given.pop("qa_set", ())]
     for name in ("sample", "max_failure_rate"):
@@ -384,12 +386,12 @@ def asked_quality(given: dict[str, Any]) -> Quality | None:
     return quality_of(given.pop("qa", DEFAULT), given.pop("qa_config", None), changes)
 
 
-def _popped(given: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _popped(given: Options, names: Iterable[str]) -> Options:
     """Removes and returns the options with these names."""
     return {name: given.pop(name) for name in names if name in given}
 
 
-def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
+def options_of(spec: JobSpec, job: Job | SubmitOptions) -> Options:
     """The options that a job was made with, except those of its checks and its idempotency key; None: not given or
     not known."""
     reading = spec.reading or Reading()
@@ -430,7 +432,7 @@ def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
     }
 
 
-def default_options() -> dict[str, Any]:
+def default_options() -> Options:
     """The defaults of the options."""
     return options_of(JobSpec(DEFAULT_MODEL), SubmitOptions()) | {"qa": DEFAULT}
 

@@ -36,7 +36,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from jobs.formatting import is_address
+from jobs.formatting import JsonObject, is_address
 from jobs.own_files import STATE_FOLDER, embedded_broker_url
 from jobs.times import Times, read_times
 from pipelines.errors import ConfigError, invalid, nearest
@@ -212,7 +212,7 @@ class ServeSettings(SettingsGroup):
     """Folder of stored voices. Unset: `voices` in `home`."""
 
 
-def _job_options(value: dict[str, Any]) -> dict[str, Any]:
+def _job_options(value: JsonObject) -> JsonObject:
     from jobs.job_options import OptionError, read_options
 
     try:
@@ -240,11 +240,11 @@ class Schedule(SettingsGroup):
     `home`."""
     splits: str | None = None
     """Splits of the exports, for example train=0.98,dev=0.01,test=0.01."""
-    export_options: dict[str, Any] = {}
+    export_options: JsonObject = {}
     """Options of the exports by their Python names, such as `unique = true`, and a table for each format with its
     own."""
     #: All other keys are options of the job, by their Python names (`jobs.job_options`).
-    options: Annotated[dict[str, Any], AfterValidator(_job_options)] = {}
+    options: Annotated[JsonObject, AfterValidator(_job_options)] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -429,7 +429,7 @@ def load_settings(**overrides: Any) -> Settings:
         ("environment", _read_variables(os.environ, "environment")),
         ("command line", {key: value for key, value in overrides.items() if value is not None}),
     )
-    merged: dict[str, Any] = {}
+    merged: JsonObject = {}
     origins: dict[str, str] = {}
     for origin, values in layers:
         _merge(merged, values, origin, origins)
@@ -441,7 +441,7 @@ def load_settings(**overrides: Any) -> Settings:
     return settings
 
 
-def _read_toml(path: Path, *, required: bool) -> dict[str, Any]:
+def _read_toml(path: Path, *, required: bool) -> JsonObject:
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -468,9 +468,9 @@ def _dotenv() -> Mapping[str, str]:
         raise invalid(f"The file .env cannot be read: {error}.", "Make it readable or remove it.") from None
 
 
-def _read_variables(variables: Mapping[str, str], origin: str) -> dict[str, Any]:
+def _read_variables(variables: Mapping[str, str], origin: str) -> JsonObject:
     """Converts `SPEECH_A__B=x` to `{"a": {"b": "x"}}`, and decodes values that are JSON objects."""
-    tree: dict[str, Any] = {}
+    tree: JsonObject = {}
     for name, value in sorted(variables.items()):
         variable = name.upper()
         if variable.startswith("NIGHTJAR_"):
@@ -493,7 +493,7 @@ def _read_variables(variables: Mapping[str, str], origin: str) -> dict[str, Any]
 
 
 def _merge(
-    into: dict[str, Any], values: Mapping[str, Any], origin: str, origins: dict[str, str], path: str = ""
+    into: JsonObject, values: Mapping[str, Any], origin: str, origins: dict[str, str], path: str = ""
 ) -> None:
     for key, value in values.items():
         name = f"{path}{key}"

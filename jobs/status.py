@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jobs.formatting import bytes_text, counted, printable, seconds_text
+from jobs.formatting import JsonObject, bytes_text, counted, printable, seconds_text
 from jobs.ledger.records import INPUT_FORMAT, Decision, ItemRow, Job, JobState, RejectedLine, ShardState
 from jobs.ledger.status import GAP_SECONDS, RECENT_SECONDS, JobStatus, MeasuredItems, WorkerStatus
 from pipelines.errors import ErrorCode
@@ -113,7 +113,7 @@ def energy_view(status: JobStatus) -> dict[str, float]:
     return {"joules_per_audio_s": round(status.energy_mj / status.audio_ms, 4)} if known else {}
 
 
-def optional_view(status: JobStatus) -> dict[str, Any]:
+def optional_view(status: JobStatus) -> JsonObject:
     """What the views of a job have only if it is known: the energy, and the decisions of people."""
     return energy_view(status) | ({"decisions": status.decisions} if status.decisions else {})
 
@@ -170,7 +170,7 @@ def status_lines(
         yield f"cost    {price:.2f}{ahead}, at {price_per_gpu_hour:g} per engine hour"
 
 
-def measured_view(found: MeasuredItems) -> dict[str, Any]:
+def measured_view(found: MeasuredItems) -> JsonObject:
     """The items that meters have measured, as a part of other views."""
     return _fields(found, "items", "failed", "failure_rate", "interval", "max_failure_rate", "above")
 
@@ -194,7 +194,7 @@ def labels_text(labels: Mapping[str, str]) -> str:
     return ", ".join(f"{key}={value}" for key, value in sorted(labels.items()))
 
 
-def _fields(value: object, *names: str) -> dict[str, Any]:
+def _fields(value: object, *names: str) -> JsonObject:
     """Fields of a record under their own names; those that end in `_at` as ISO 8601."""
     found = {name: getattr(value, name) for name in names}
     return {name: utc(field) if name.endswith("_at") else field for name, field in found.items()}
@@ -202,7 +202,7 @@ def _fields(value: object, *names: str) -> dict[str, Any]:
 
 def status_view(
     status: JobStatus, price_per_gpu_hour: float | None = None, errors: Mapping[ErrorCode, int] | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """`nightjar.status/1`; `errors` counts failed items and rejected lines by code."""
     job = status.job
     speed = _rounded(rtfx(status))
@@ -247,7 +247,7 @@ def status_view(
 
 def job_view(
     job: Job, made_with: Sequence[Provenance] | None, command: Sequence[str], notes: Sequence[str]
-) -> dict[str, Any]:
+) -> JsonObject:
     """`nightjar.job/1`: the settings and versions of a job. `made_with`: the provenance records of its
     workers, one for each kind of worker; None: they cannot be read. `command` makes the job again, with the
     exceptions in `notes`."""
@@ -290,7 +290,7 @@ def job_view(
     }
 
 
-def worker_view(worker: WorkerStatus) -> dict[str, Any]:
+def worker_view(worker: WorkerStatus) -> JsonObject:
     """`nightjar.worker/1`: a worker with its shards, and its results of the last `recent.seconds`."""
     recent = worker.recent
     return {
@@ -321,7 +321,7 @@ def worker_view(worker: WorkerStatus) -> dict[str, Any]:
 _AUDIO_FIELDS = ("key", "sha256", "bytes", "pack", "pack_offset", "duration_ms", "sample_rate", "seed")
 
 
-def item_view(job_id: str, item: ItemRow, line: int | None) -> dict[str, Any]:
+def item_view(job_id: str, item: ItemRow, line: int | None) -> JsonObject:
     """`nightjar.item/1`: an item with its input line and its audio. `id` includes the turn if several turns
     of a dialogue are spoken; `turn` counts them from 0."""
     return {
@@ -335,12 +335,12 @@ def item_view(job_id: str, item: ItemRow, line: int | None) -> dict[str, Any]:
     }
 
 
-def decision_view(decision: Decision | None) -> dict[str, Any] | None:
+def decision_view(decision: Decision | None) -> JsonObject | None:
     """A person's decision about an item."""
     return decision and _fields(decision, "accepted", "person", "decided_at", "reason")
 
 
-def error_view(job_id: str, failed: ItemRow | RejectedLine, line: int | None) -> dict[str, Any]:
+def error_view(job_id: str, failed: ItemRow | RejectedLine, line: int | None) -> JsonObject:
     """`nightjar.job_error/1` of a failed item or a refused line, with the number of its input line."""
     is_item = isinstance(failed, ItemRow)
     return {

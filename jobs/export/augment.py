@@ -31,8 +31,9 @@ from jobs.export.audio import AudioNames, decoded
 from jobs.export.dataset import END, Dataset, Identity, PartFiles, open_destination
 from jobs.export.files import json_line
 from jobs.export.folder_formats import read_examples, tar_file
-from jobs.export.items import JsonObject, LeftOut
+from jobs.export.items import LeftOut
 from jobs.export.table_formats import Type, arrow_type
+from jobs.formatting import JsonObject
 from jobs.store.base import sha256_of
 from pipelines.audio_format import AUDIO_FORMATS
 from pipelines.errors import invalid

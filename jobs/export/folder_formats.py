@@ -38,7 +38,6 @@ from jobs.export.formats import ExportFormat
 from jobs.export.items import (
     ORIGIN,
     AudioItem,
-    JsonObject,
     Loaded,
     Located,
     Part,
@@ -47,6 +46,7 @@ from jobs.export.items import (
     picked,
 )
 from jobs.export.line_formats import espnet_line, one_line
+from jobs.formatting import JsonObject
 from jobs.ledger.records import Job
 from pipelines.errors import invalid
 

@@ -17,6 +17,7 @@ import msgspec
 from jobs.checks import CHECKS, OF_ENGINES, scores_with
 from jobs.codes import StoredCodes
 from jobs.dialogue import Dialogue, metadata_json, metadata_of, reference_places, spoken_text
+from jobs.formatting import JsonObject
 from jobs.layout import references_prefix
 from jobs.ledger.records import WORDS, Artifact, Decision, Draw, ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
 
-JsonObject = dict[str, Any]
 _decode = msgspec.json.Decoder(Dialogue).decode
 #: Reads the lines of an artifact `words`.
 read_words = msgspec.json.Decoder(tuple[Word, ...]).decode_lines

@@ -15,7 +15,8 @@ import msgspec
 from jobs.dialogue import spoken_text
 from jobs.export.files import json_line
 from jobs.export.formats import ExportFormat
-from jobs.export.items import ORIGIN, AudioItem, JsonObject, Place, audio_items, facts, picked
+from jobs.export.items import ORIGIN, AudioItem, Place, audio_items, facts, picked
+from jobs.formatting import JsonObject
 from jobs.layout import job_manifest_key, put_numbered, shard_manifest_key
 from jobs.ledger.records import Artifact, Job
 from jobs.shard_file import ShardLine

@@ -29,7 +29,8 @@ import msgspec
 
 from jobs.export.dataset import PartFiles
 from jobs.export.formats import ExportFormat
-from jobs.export.items import AudioItem, JsonObject, Loaded, Part, facts, picked
+from jobs.export.items import AudioItem, Loaded, Part, facts, picked
+from jobs.formatting import JsonObject
 from jobs.ledger.records import Job
 
 if TYPE_CHECKING:
