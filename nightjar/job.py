@@ -165,14 +165,12 @@ class Job:
     def __init__(
         self,
         id: str,
-        store_url: str,
         settings: Settings,
         thread: LocalThread | None = None,
         *,
         quiet: bool = True,
     ) -> None:
         self.id = id
-        self._store_url = store_url
         # Another process may have another working directory.
         self._settings = settings.model_copy(update={"home": settings.home.absolute()})
         self._thread = thread
@@ -180,12 +178,12 @@ class Job:
         self._ledger = Ledger.of(settings)
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[Job], tuple[str, str, Settings]]:
-        return Job, (self.id, self._store_url, self._settings)
+    def __reduce__(self) -> tuple[type[Job], tuple[str, Settings]]:
+        return Job, (self.id, self._settings)
 
     @cached_property
     def _store(self) -> ObjectStore:
-        return open_store(self._store_url, self._settings.s3)
+        return open_store(self._ledger.job(self.id).store_url, self._settings.s3)
 
     @cached_property
     def _reader(self) -> ArtifactReader:

@@ -59,7 +59,7 @@ def run(
     devices = None if gpu is None else choose_gpus(str(gpu))
     thread = LocalThread(partial(run_locally, settings, path, resolved, submitted, devices), quiet=quiet)
     job = thread.until_submitted()
-    return Job(job.id, job.store_url, settings, thread, quiet=quiet)
+    return Job(job.id, settings, thread, quiet=quiet)
 
 
 def submit(
@@ -78,7 +78,7 @@ def submit(
     path, resolved, submitted, settings = _read(source, options, settings, Output(quiet=quiet).note)
     job = submit_for_workers(settings, path, resolved, submitted).job
     check_has_work(job)
-    return Job(job.id, job.store_url, settings, quiet=quiet)
+    return Job(job.id, settings, quiet=quiet)
 
 
 def find_job(job: str, *, out: str | Path | None = None) -> Job:
@@ -89,7 +89,7 @@ def find_job(job: str, *, out: str | Path | None = None) -> Job:
     """
     check_type("job", job, str, "the id of a job, or the beginning of one")
     with chosen_jobs([job], _home(out)) as (found,):
-        return Job(found.id, found.job.store_url, found.settings)
+        return Job(found.id, found.settings)
 
 
 def find_jobs(
@@ -108,7 +108,7 @@ def find_jobs(
     """
     days = (None if day is None else str(day) for day in (since, until))
     with chosen_jobs((), _home(out), JobChoice(name, schedule, *days)) as found:
-        return [Job(one.id, one.job.store_url, one.settings) for one in found]
+        return [Job(one.id, one.settings) for one in found]
 
 
 def _home(out: str | Path | None) -> str | None:

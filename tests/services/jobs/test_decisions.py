@@ -241,7 +241,7 @@ def test_people_decide_on_the_command_line(desk: Desk) -> None:
 def test_programs_decide_too(desk: Desk) -> None:
     job = desk.job(TEXTS, quality=BASIC)
     settings = load_settings(home=str(desk.rig.folder))
-    found = PythonJob(job.id, job.store_url, settings)
+    found = PythonJob(job.id, settings)
     assert found.accept("item-1") == 1
     assert found.refuse((f"item-{number}" for number in (3, 4)), reason="noise") == 2
     items = {item.id: item for item in found.items()}

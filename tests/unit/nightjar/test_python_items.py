@@ -50,7 +50,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     spec = JobSpec("clones", speak="all", generation=Generation(roles={"assistant": Generation(voice="ben")}))
     made = finished_job(tmp_path, FolderStore(tmp_path / "store"), LINES, spec)
     settings = Settings(home=tmp_path, database_url=SecretStr(f"sqlite:///{tmp_path}/ledger.sqlite"))
-    job = Job(made.job_id, made.store.url, settings)
+    job = Job(made.job_id, settings)
     yield job
     job.close()
     made.ledger.close()
@@ -158,7 +158,7 @@ def test_a_handle_of_a_relative_home_leads_to_its_ledger_from_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    job = Job("01", "file:///x", Settings(home=Path("out")))
+    job = Job("01", Settings(home=Path("out")))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert pickle.loads(pickle.dumps(job))._settings.home == tmp_path / "out"

@@ -49,7 +49,6 @@ def job(settings: Settings) -> Iterator[Job]:
     store = open_store(settings.effective_store_url)
     made = Job(
         submit(settings, ledger, store, str(source), JobSpec("hibari", speak="all", quality=QUALITY)).job.id,
-        store.url,
         settings,
     )
     ledger.close()
@@ -152,6 +151,6 @@ def test_codes_are_refused_as_audio(settings: Settings) -> None:
     )
     ledger.commit(lease_next(ledger).ticket, [Done(0, (made,))])
     ledger.close()
-    with closing(Job(job_id, store.url, settings)) as job, pytest.raises(InputError) as caught:
+    with closing(Job(job_id, settings)) as job, pytest.raises(InputError) as caught:
         next(job.items()).audio  # noqa: B018 - raises
     assert caught.value.code == "input.audio_unreadable"

@@ -306,7 +306,7 @@ def test_python_decodes_jobs_and_exports(build: Build, output: str) -> None:
     of_job, of_export = rig.folder / "of job", rig.folder / "of export"
     forget = register_pipeline("with codec", fake_card(), FakePipeline, decoder=lambda **_: FakeDecoder())
     try:
-        with closing(nightjar.Job(job.id, rig.store.url, rig.settings)) as handle:
+        with closing(nightjar.Job(job.id, rig.settings)) as handle:
             assert nightjar.decode(handle, of_job, model="with codec") == of_job
         folder = str(exported((rig, job), "parquet"))
         assert nightjar.decode(folder, of_export, model="with codec") == of_export

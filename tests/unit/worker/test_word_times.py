@@ -110,7 +110,7 @@ def test_items_in_python_have_their_words(build: Build) -> None:
     rig.store = open_store(str(rig.folder))  # type: ignore[assignment]
     job = rig.submit(TEXTS, timestamps=True)
     rig.run_next()
-    with closing(nightjar.job.Job(job.id, str(rig.folder), rig.settings)) as found:
+    with closing(nightjar.job.Job(job.id, rig.settings)) as found:
         assert [list(item.words) for item in found] == [expected(text, 1.0) for text in TEXTS]
 
 
