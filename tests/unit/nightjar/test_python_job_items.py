@@ -144,7 +144,7 @@ def test_codes_are_refused_as_audio(settings: Settings) -> None:
     ledger = Ledger(settings.ledger_url)
     ledger.migrate()
     store = open_store(settings.effective_store_url)
-    job_id = ledger_kit.submit(ledger, (1,), spec=JobSpec("fake", output="codes")).id
+    job_id = ledger_kit.submit(ledger, (1,), spec=JobSpec("fake", output="codes"), store_url=store.url).id
     stored = store.put("codes/0.safetensors", b"no audio")
     made = msgspec.structs.replace(
         done(0).artifacts[0], kind="codes", key=stored.key, sha256=stored.sha256, bytes=8
