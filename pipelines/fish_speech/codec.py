@@ -82,13 +82,12 @@ class CodecLoader(BlockLoader):
 def window_transformer(load: CodecLoader, layout: StateLayout, config: CodecStackConfig) -> WindowTransformer:
     """One of the codec's transformers: [B, T, dim] -> [B, T, dim]."""
     stack = take_stack(load, config)
-    window = config.window
     return WindowTransformer(
         load,
         layout,
         stack,
         config,
-        window,
+        config.window,
         lambda exponents: 1.0 / config.rope_theta**exponents,
         rounded=True,
     )

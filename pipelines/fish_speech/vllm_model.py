@@ -51,11 +51,10 @@ class FishState(EngineFrameState):
             )
 
     def embed(self, ids: Tensor, codes: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        model = self.model
         semantic = self._fish.semantic
-        text = model.embed_input_ids(ids)
+        text = self.model.embed_input_ids(ids)
         speech = is_speech(ids, semantic)
-        spoken = embedding_bag(codes.long() + self._offsets, model.fast.codebooks, mode="sum")
+        spoken = embedding_bag(codes.long() + self._offsets, self.model.fast.codebooks, mode="sum")
         return torch.where(speech[:, None], (text + spoken) * (1 / math.sqrt(self._fish.codebooks + 1)), text)
 
 

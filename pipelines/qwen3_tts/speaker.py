@@ -212,7 +212,6 @@ class EncoderLayer:
     def __init__(self, load: Loader, sizes: CodecEncoderConfig) -> None:
         self._sizes = sizes
         width = sizes.hidden_size
-        inner = sizes.intermediate_size
         heads = sizes.num_attention_heads * sizes.head_dim
         self._norms = [
             [load(f"{name}_layernorm.{part}", width) for part in ("weight", "bias")]
@@ -221,8 +220,8 @@ class EncoderLayer:
         self._scales = [load(f"{name}_layer_scale.scale", width) for name in ("self_attn", "mlp")]
         self._qkv = [load(f"self_attn.{name}_proj.weight", heads, width) for name in "qkv"]
         self._out = load("self_attn.o_proj.weight", width, heads)
-        self._up = load("mlp.fc1.weight", inner, width)
-        self._down = load("mlp.fc2.weight", width, inner)
+        self._up = load("mlp.fc1.weight", sizes.intermediate_size, width)
+        self._down = load("mlp.fc2.weight", width, sizes.intermediate_size)
 
     def __call__(self, x: Tensor, *turns: Tensor) -> Tensor:
         """x: [B, T, hidden] -> [B, T, hidden]; turns: cosines and sines, [T, head_dim] each."""
@@ -340,13 +339,12 @@ Layer = Conv | tuple[Conv, Conv]
 def _encoder_layers(load: Loader, sizes: CodecEncoderConfig) -> list[Layer]:
     width = sizes.num_filters
     place = 1
-    kernel = sizes.residual_kernel_size
     layers: list[Layer] = [_conv(load, "0.conv", width, 1, sizes.kernel_size)]
     for ratio in reversed(sizes.upsampling_ratios):
         for number in range(sizes.num_residual_layers):
             inner = width // sizes.compress
             dilation = sizes.dilation_growth_rate**number
-            wide = _conv(load, f"{place}.block.1.conv", inner, width, kernel, dilation)
+            wide = _conv(load, f"{place}.block.1.conv", inner, width, sizes.residual_kernel_size, dilation)
             layers.append((wide, _conv(load, f"{place}.block.3.conv", width, inner)))
             place += 1
         # An activation has a place of its own.

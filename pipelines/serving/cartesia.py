@@ -176,15 +176,14 @@ def check(serving: Serving, fields: SpeechFields) -> None:
 
 async def request_of(serving: Serving, fields: SpeechFields, request_id: str) -> SynthesisRequest:
     """The request for the whole transcript. Raises `InputError`."""
-    config = fields.generation_config
     # Clients also send a language to models without a choice of languages.
     language = fields.language if serving.model.card.capabilities.languages else None
     timed = isinstance(fields, MessagesFields) and (fields.add_timestamps or fields.add_phoneme_timestamps)
     return await serving.voices.request(
         request_id,
-        config.seed_or_new(),
+        fields.generation_config.seed_or_new(),
         fields.voice and fields.voice.id,
-        Generation(language=language, **config.settings()),
+        Generation(language=language, **fields.generation_config.settings()),
         fields.transcript,
         timestamps=bool(timed),
     )

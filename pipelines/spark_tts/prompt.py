@@ -90,12 +90,10 @@ class Vocabulary:
 
     def parse(self, ids: Iterable[int]) -> SparkCodes:
         """The tokens of BiCodec among these ids, at any position, like the published parser."""
-        semantic = self.semantic
-        voice = self.voice
         known = list(ids)
         return SparkCodes(
-            tuple(token - semantic.start for token in known if token in semantic),
-            tuple(token - voice.start for token in known if token in voice),
+            tuple(token - self.semantic.start for token in known if token in self.semantic),
+            tuple(token - self.voice.start for token in known if token in self.voice),
         )
 
     def _run(self, name: str, count: int) -> range:

@@ -158,8 +158,7 @@ class ReferenceEncoder:
     def read(self, recording: Recording) -> Samples:
         """Samples [n] at the model's rate: the first channel, resampled at very high quality, and normalized
         in volume if the config says so."""
-        config = self.config
-        samples, _ = recording.read(config.sample_rate, 0, "VHQ", config.volume_normalize)
+        samples, _ = recording.read(self.config.sample_rate, 0, "VHQ", self.config.volume_normalize)
         return samples
 
     def encode(self, samples: Samples, with_semantic: bool = True) -> Reference:

@@ -264,9 +264,8 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         self._cached_features: RecordingCache[Tensor] = RecordingCache(KEPT_BYTES, lambda rows: rows.nbytes)
         self.frame_samples = frame_samples(config)
         self._frames_per_second = config.sample_rate / self.frame_samples
-        info = host.info
-        self._context = info.max_context
-        self._meta = {"engine": "vllm", "dtype": info.dtype}
+        self._context = host.info.max_context
+        self._meta = {"engine": "vllm", "dtype": host.info.dtype}
         if codec is not None:
             self._meta["codec_dtype"] = type_name(codec.dtype)
         super().__init__(host, open_stage(codec), SpeechLmStreamer, SpeechLmUtterance)  # pyright: ignore[reportArgumentType]

@@ -111,7 +111,6 @@ class FrameState(DefaultModelState):
         """See vLLM's `ModelState`."""
         super().add_request(req_index, new_req_data)
         prompt = list(new_req_data.prompt_token_ids)
-        sampling = new_req_data.sampling_params
         self._slots[new_req_data.req_id] = req_index
         self._starts[req_index] = self._ends[req_index] = len(prompt)
         self.codes[req_index, : len(prompt)] = 0
@@ -122,7 +121,7 @@ class FrameState(DefaultModelState):
                 raise RuntimeError(f"the codes of the preempted request {new_req_data.req_id} are gone")
             self._ends[req_index] += written
             self.codes[req_index, len(prompt) : len(prompt) + written] = kept[:written]
-        self.admit(req_index, prompt, written, sampling)
+        self.admit(req_index, prompt, written, new_req_data.sampling_params)
 
     def remove_request(self, req_id: str) -> None:
         """See vLLM's `ModelState`. Keeps the codes, because the request may be preempted and return."""
