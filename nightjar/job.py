@@ -290,20 +290,17 @@ class Job:
         `where`: a filter as in `items`. Waits for the end of the job. Raises `config.invalid` if no item
         matches.
         """
-        library, files = self._exported_for("datasets", "parquet", to, where, "data/*.parquet")
+        library, files = self._exported_for("datasets", "parquet", to, "data/*.parquet", where=where)
         return library.Dataset.from_parquet(files)
 
-    def to_lhotse(
-        self, to: str | Path | None = None, *, where: str | None = None, **options: Any
-    ) -> lhotse.CutSet:
+    def to_lhotse(self, to: str | Path | None = None, **options: Any) -> lhotse.CutSet:
         """The items as cuts of Lhotse with recordings and supervisions. Writes a Lhotse export to `to` and reads
         the cuts from it.
 
-        `where`: a filter as in `items`; `options`: the options of `jobs.export.export`, such as
-        `dialogues="stereo"`. Waits for the end of the job. Raises `config.invalid` if no item matches.
+        `options`: those of `nightjar.export`, such as `dialogues="stereo"`. Waits for the end of the job. Raises `config.invalid` if no item matches.
         """
         library, (file,) = self._exported_for(
-            "lhotse", "lhotse", to, where, "*/*cuts.jsonl.gz", absolute=True, **options
+            "lhotse", "lhotse", to, "*/*cuts.jsonl.gz", absolute=True, **options
         )
         return library.CutSet.from_file(file)
 
@@ -313,20 +310,19 @@ class Job:
         *,
         private: bool | None = None,
         to: str | Path | None = None,
-        where: str | None = None,
         **options: Any,
     ) -> str:
         """Writes a Parquet export to `to`, pushes it to a dataset of the Hugging Face hub, and returns the address
         of the dataset. Waits for the end of the job.
 
-        Uses the token of `huggingface_hub`. `private`: visibility of a new dataset. `where`: a filter as in
-        `items`; `options`: the options of `nightjar.export`. Raises `NightjarError`; if the token is missing
+        Uses the token of `huggingface_hub`. `private`: visibility of a new dataset. `options`: those
+        of `nightjar.export`. Raises `NightjarError`; if the token is missing
         or the hub cannot be reached, it does so before the export.
         """
         from jobs.export.hub import check_push, push
 
         check_push("parquet", str(to or ""), repository)
-        return push(self._exported("parquet", to, where, **options), repository, private=private)
+        return push(self._exported("parquet", to, **options), repository, private=private)
 
     def report(self, to: str | Path | None = None) -> Report:
         """Writes the report of the job so far, which a notebook shows."""
@@ -445,16 +441,17 @@ class Job:
                     source=(self, row),
                 )
 
-    def _exported(self, format: str, to: str | Path | None, where: str | None, **options: Any) -> Path:
+    def _exported(self, format: str, to: str | Path | None, **options: Any) -> Path:
         self.wait()
         if to is None:
-            to = self._settings.export_folder(self.id, format, None if where is None else str(_filter(where)))
+            where = _filter(options.get("where"))
+            to = self._settings.export_folder(self.id, format, where and str(where))
             # Nightjar chose the folder, so an earlier export in it may be replaced.
             options = {"replaces": [self.id], **options}
-        return self.export(format, to, where=where, **options)
+        return self.export(format, to, **options)
 
     def _exported_for(
-        self, library: str, format: str, to: str | Path | None, where: str | None, files: str, **options: Any
+        self, library: str, format: str, to: str | Path | None, files: str, **options: Any
     ) -> tuple[Any, list[str]]:
         """Imports a library that Nightjar does not install, and exports; returns the library and the exported
         files.
@@ -470,9 +467,10 @@ class Job:
                 f"This needs the library {error.name}.",
                 f"Install it: pip install {error.name}.",
             ) from None
-        found = sorted(str(path) for path in self._exported(format, to, where, **options).glob(files))
+        found = sorted(str(path) for path in self._exported(format, to, **options).glob(files))
         if not found:
-            filtered = "" if where is None else f" that match {str(_filter(where))!r}"
+            where = _filter(options.get("where"))
+            filtered = f" that match {str(where)!r}" if where else ""
             raise invalid(
                 f"Job {self.id} has no items with audio{filtered}.",
                 f"See them with: nightjar items {self.id}.",
@@ -540,18 +538,12 @@ def augment(source: str | Path, to: str | Path, **effects: Any) -> Path:
     """Writes a second dataset from an export, as `nightjar augment` does. `effects`: `seed`, `speed`, `room`, `noise`,
     `snr`, `band` and `codecs`, with ranges as numbers or pairs such as `snr=(5, 20)`. Raises `NightjarError`."""
     from jobs.export.augment import augment as write
-    from jobs.export.augment import parse_range
 
     check_type("source", source, PATH, "a path")
     check_type("to", to, PATH, "a path")
     for name in ("room", "noise"):
         if isinstance(effects.get(name), str):
             effects[name] = Path(effects[name])
-    for name in effects.keys() & {"speed", "snr", "band"}:
-        ends = effects[name]
-        effects[name] = parse_range(
-            "..".join(map(str, ends)) if isinstance(ends, list | tuple) else str(ends)
-        )
     write(Path(source), str(to), s3=load_settings().s3, **effects)
     return Path(to)
 

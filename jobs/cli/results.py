@@ -47,9 +47,6 @@ def _formats() -> str:
     return describe_formats()
 
 
-_range = parsed_by("jobs.export.augment", "parse_range")
-
-
 @click.command()
 @click.option("--format", "format_", default="espnet", metavar="FORMAT", cls=LateHelp, about=_formats)
 @option(
@@ -219,11 +216,11 @@ def decode(source: str, to: Path, model: str | None, home: str | None, output: O
 @click.command()
 @click.argument("source", metavar="EXPORT", type=NamedPath(path_type=Path, exists=True))
 @option("--to", "PATH", "New folder or s3://BUCKET/PREFIX.", required=True, type=NamedPath(anywhere=True))
-@option("--speed", "RANGE", "Factor of the speed, for example 0.9..1.1.", callback=_range)
+@option("--speed", "RANGE", "Factor of the speed, for example 0.9..1.1.")
 @option("--room", "DIR", "Folder of impulse responses.", type=LOCAL_PATH)
 @option("--noise", "DIR", "Folder of recordings of noise.", type=LOCAL_PATH)
-@option("--snr", "RANGE", "Speech to noise, in dB.", default="5..20", callback=_range)
-@option("--band", "RANGE", "Frequencies that are left, in Hz, for example 300..3400.", callback=_range)
+@option("--snr", "RANGE", "Speech to noise, in dB.", default="5..20")
+@option("--band", "RANGE", "Frequencies that are left, in Hz, for example 300..3400.")
 @click.option(
     "--codec",
     "codecs",

@@ -188,10 +188,15 @@ def _coded(samples: Samples, rate: int, codec: str) -> Samples:
 
 def augment(source: Path, to: str, *, s3: S3Settings | None = None, **given: Any) -> None:
     """Writes the augmented dataset of the export `source`, which stays as it is, to `to`, a folder or an
-    `s3://` prefix. `given`: the fields of `Effects`. The same call continues after a stop.
+    `s3://` prefix. `given`: the fields of `Effects`, with ranges also as texts or numbers. The same call continues
+    after a stop.
 
     Raises `config.invalid` for effects, an export or a destination that cannot be used, and `store.full`.
     """
+    for name in given.keys() & {"speed", "snr", "band"}:
+        if (ends := given[name]) is not None:
+            text = "..".join(map(str, ends)) if isinstance(ends, list | tuple) else str(ends)
+            given[name] = parse_range(text)
     try:
         effects = msgspec.convert(given, Effects)
     except msgspec.ValidationError as error:
