@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -277,9 +276,8 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
             q.dtype
         )  # type: ignore[arg-type]
 
-    monkeypatch.setattr(
-        reference, "functional", SimpleNamespace(linear=linear, scaled_dot_product_attention=attention)
-    )
+    monkeypatch.setattr(reference, "linear", linear)
+    monkeypatch.setattr(reference, "scaled_dot_product_attention", attention)
 
 
 def last_logits(run: PredictorRun, one: Case) -> Tensor:
