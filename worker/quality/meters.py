@@ -97,7 +97,8 @@ def torch_device(device: str, threads: int) -> str:
         device = "cuda" if has_room else "cpu"
     if device != "cpu":
         try:
-            torch.cuda.set_device(device)
+            # `cuda` alone has no number.
+            torch.cuda.set_device(torch.device(device).index or 0)
         except Exception as error:
             raise ModelError(
                 ErrorCode.MODEL_BAD_CHECKPOINT,
