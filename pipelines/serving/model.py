@@ -276,8 +276,8 @@ class ServedModel:
                     return
                 except (NightjarError, ApiError) as error:
                     # A dead engine that is still here is found a little later.
-                    found = self.pipeline is None
-                    was_early = error.code == _STARTING and not (found and permit.since >= self._died_at)
+                    is_lost = self.pipeline is not None and self.stats().state == "broken"
+                    was_early = error.code == _STARTING and (is_lost or permit.since < self._died_at)
                     if is_last or not held or not (was_early or error.code in _DEAD):
                         raise
                 self.on_retry()
