@@ -65,8 +65,6 @@ class EngineCore:
         self._clock = clock
         self.turns = deque[_Turn]()
         self._since_admission = 0
-        #: Requests whose slots have only their pages and text.
-        self._unplaced: list[Placement] = []
         #: The samplers' flags for a batch, kept while the batch stays the same.
         self._drawn: tuple[list[Utterance], DrawFlags, DrawFlags] | None = None
         #: Maximum rows of a frame.
@@ -194,7 +192,6 @@ class EngineCore:
     def fail_all(self, error: NightjarError) -> None:
         """Ends all requests with this error."""
         self.turns.clear()
-        self._unplaced.clear()
         for utterance in self.scheduler.all():
             self._fail(utterance, error)
         # Keys and values from before a fault are not reused.
@@ -211,7 +208,7 @@ class EngineCore:
             self._place(admitted)
 
     def _place(self, admitted: list[Utterance]) -> None:
-        """Writes the pages and text of new requests into their slots. If their prompts cannot be embedded together, embeds each one
+        """Writes new requests into their slots. If their prompts cannot be embedded together, embeds each one
         alone; a request whose prompt cannot be embedded fails alone."""
         found: list[Tensor] | list[None] = [None] * len(admitted)
         if len(admitted) > 1:
@@ -246,12 +243,10 @@ class EngineCore:
             if self._guard is not None:
                 self._guard.begin(utterance.slot, request.longest)
         if placements:
-            self.executor.state.write_tables(placements)
-            self._unplaced += placements
+            self.executor.state.place(placements)
 
     def _prefill(self, among: Sequence[Utterance], share: int = 1) -> bool:
-        """Prefills the chunks that `Scheduler.prefill` plans, and writes the rest of new requests into their slots while
-        the device is busy. Returns whether there were any chunks."""
+        """Prefills the chunks that `Scheduler.prefill` plans. Returns whether there were any chunks."""
         if self.scheduler.prefixes.known and (adopted := self.scheduler.adopt_prefixes(among)):
             self.executor.state.write_pages([(one.slot, one.pages, 0) for one in adopted])
         chunks = self.scheduler.prefill(among, share)
@@ -270,9 +265,6 @@ class EngineCore:
             later = [run for run in runs if now.setdefault(run.slot, run) is not run]
             self.executor.prefill(list(now.values()))
             runs = later
-        if self._unplaced:
-            self.executor.state.write_values(self._unplaced)
-            self._unplaced = []
         for utterance, _ in chunks:
             if utterance.request.prefixes:
                 self.scheduler.keep_prefix(utterance)
@@ -408,7 +400,6 @@ class EngineCore:
         """After an out-of-memory error: restarts all requests, fewer at a time (see `BatchLimit`). A request
         that ran alone fails."""
         self.turns.clear()
-        self._unplaced.clear()
         running = self.scheduler.running
         self.scheduler.limit.reduce(len(running))
         log.warning(

@@ -103,15 +103,14 @@ class SlotState:
         self.tensors = StateTensors(**{name: getattr(self, name) for name in StateTensors._fields})
 
     def place(self, placements: Sequence[Placement]) -> None:
-        """Writes requests into their slots."""
-        self.write_tables(placements)
-        self.write_values(placements)
-
-    def write_tables(self, placements: Sequence[Placement]) -> None:
-        """Writes the pages and the text of requests into their slots with one transfer, before their prefill."""
+        """Writes requests into their slots with one transfer, and a launch for each type of values."""
         cells = list[IntArray]()
         values = list[IntArray]()
+        integers = list[tuple[int, ...]]()
+        floats = list[tuple[float, ...]]()
+        flags = list[tuple[bool, bool]]()
         for one in placements:
+            sampling = one.sampling
             tables = (
                 (self.page_table, np.asarray(one.pages, np.int64), 0),
                 (self.trailing, one.trailing[: self.trailing.shape[1] - 1], self.pad_text),
@@ -122,16 +121,6 @@ class SlotState:
                 cells.append(_cells(table, one.slot, 0, len(entries) + empty))
                 values += [entries, np.full(empty, rest, np.int64)]
                 self._used[one.slot][at] = len(entries)
-        self._write(cells, values)
-
-    def write_values(self, placements: Sequence[Placement]) -> None:
-        """Writes the rest of requests with one transfer, and a launch for each type of values, before their first
-        frame."""
-        integers = list[tuple[int, ...]]()
-        floats = list[tuple[float, ...]]()
-        flags = list[tuple[bool, bool]]()
-        for one in placements:
-            sampling = one.sampling
             integers.append(
                 (one.position, 0, one.seed, sampling.min_new_tokens, sampling.top_k, sampling.residual_top_k)
             )
@@ -147,10 +136,14 @@ class SlotState:
             )
             flags.append((sampling.temperature == 0, sampling.residual_temperature == 0))
         slots = np.array([one.slot for one in placements], np.int64)
-        parts = slots, np.array(integers, np.int64).T, np.array(floats, np.float32).T, np.array(flags).T
+        parts = (
+            np.concatenate(cells), np.concatenate(values), slots,
+            np.array(integers, np.int64).T, np.array(floats, np.float32).T, np.array(flags).T,
+        )  # fmt: skip
         sent = self._sent(np.concatenate([np.frombuffer(part.tobytes(), np.uint8) for part in parts]))
-        rows, *states = sent.split([part.nbytes for part in parts])
+        cell, value, rows, *states = sent.split([part.nbytes for part in parts])
         rows = rows.view(torch.int64)
+        self._tables[cell.view(torch.int64)] = value.view(torch.int64)
         for target, new in zip((self._integers, self._floats, self._flags), states, strict=True):
             target[:, rows] = new.view(target.dtype).view(-1, len(placements))
         embeddings = [one.embedding for one in placements]
@@ -166,11 +159,6 @@ class SlotState:
             )
             self.seen.view(-1)[self._sent(known)] = True
 
-    def _write(self, cells: Sequence[IntArray], values: Sequence[IntArray]) -> None:
-        """Writes values into the flat tensor of all tables."""
-        sent = self._sent(np.stack((np.concatenate(cells), np.concatenate(values))))
-        self._tables[sent[0]] = sent[1]
-
     def _sent(self, made: IntArray | NDArray[np.uint8]) -> Tensor:
         return to_device(torch.from_numpy(made), self.inputs.device)
 
@@ -180,14 +168,16 @@ class SlotState:
             self._used[slot][0] = start + len(pages)
         cells = [_cells(self.page_table, slot, start, len(pages)) for slot, pages, start in grown]
         values = [np.asarray(pages, np.int64) for _, pages, _ in grown]
-        self._write(cells, values)
+        sent = self._sent(np.stack((np.concatenate(cells), np.concatenate(values))))
+        self._tables[sent[0]] = sent[1]
 
     def write_trailing(self, slot: int, ids: IntArray, start: int) -> None:
         """Adds ids to a slot's trailing text, the first one at entry `start`, in one transfer."""
         ids = ids[: max(self.trailing.shape[1] - 1 - start, 0)]
         if len(ids):
             self._used[slot][1] = start + len(ids)
-            self._write([_cells(self.trailing, slot, start, len(ids))], [ids])
+            sent = self._sent(np.stack((_cells(self.trailing, slot, start, len(ids)), ids)))
+            self._tables[sent[0]] = sent[1]
 
 
 #: Offsets of tensors in another one are multiples of this number of elements, since kernels load several elements at

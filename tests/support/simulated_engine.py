@@ -49,15 +49,13 @@ class SimulatedSlots:
         self.seeds = [0] * slots
         self._frames = frames
 
-    def write_values(self, newcomers: Sequence[Placement]) -> None:
+    def place(self, newcomers: Sequence[Placement]) -> None:
         for one in newcomers:
             self.left[one.slot] = self._frames[one.seed]
             self.seeds[one.slot] = one.seed
 
-    def write_tables(self, newcomers: object) -> None:
-        """Pages and text are not written."""
-
-    write_pages = write_tables
+    def write_pages(self, grown: object) -> None:
+        """Pages are not written."""
 
     def write_trailing(self, slot: int, ids: object, start: int) -> None:
         """Text is not written."""
