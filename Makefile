@@ -89,7 +89,7 @@ FAULTS ?= 20
 SEED ?= 1
 soak: install-dev
 	$(BIN)/python -m tests.proven --all
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) benchmarks
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) tests/services/test_benchmarks.py
 	$(BIN)/python -m tests.mutants --processes $(TEST_PROCESSES)
 	NIGHTJAR_CHAOS_SEEDS="$(CHAOS_SEEDS)" $(BIN)/python -m pytest -n $(TEST_PROCESSES) tests/faults/test_chaos.py
 	$(BIN)/python -m tests.faults.soak --items $(ITEMS) --faults $(FAULTS) --seed $(SEED) $(if $(LAYOUT),--layout $(LAYOUT)) $(if $(RESULTS),--results $(RESULTS))

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from benchmarks.checkpoint import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from benchmarks.common import FRAMES_PER_SECOND, Bench, Row, ThreadUse, Use, memory, parser, read, serves
-from benchmarks.kernel import PUBLISHED, Device, device_named, frame_floor
+from benchmarks.kernel import Device, device_named, frame_floor
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
@@ -50,6 +50,7 @@ from pipelines.qwen3_tts.pipeline import FrameRequestInfo, engine_options, open_
 from pipelines.qwen3_tts.prompt import TokenizedTask, build_prompt
 from pipelines.request import Done, Event, Failed, Listener
 from pipelines.results import Utterance
+from tests.support.lm_tensors import PUBLISHED
 
 SAMPLE_RATE = 24_000
 #: Text tokens of a second of speech.

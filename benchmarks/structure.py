@@ -4,16 +4,10 @@ options of `run`); circles of imports; with `--item MODEL` also the path of an i
 Tokens are Python's, without comments, line ends and indentation. A circle is a group of modules that reach each other by
 imports which run when a module is imported.
 
-The path of an item is the files and functions of ours that a further item crosses, in any thread and process of a
-`nightjar run` on a CPU: the command itself, its worker, the engine's process, the writers, the checks. These are the
-functions whose calls rise by one or more for each further item between a run of few items and one of more, and those that
-the engine's thread calls in every frame, since each item needs frames. (In a batch the number of frames depends on the
-longest item, so it rises by chance.)
-
-What runs once for a command, a shard's start or a model's opening is left out, and so is what runs once for a time: polls,
-heartbeats, commits of several items. The run of few items waits before its first one, so that it lasts longer than the run
-of more and polls do not rise. A function is a `def`; one that runs only while a module is imported (a decorator) is not
-counted, nor are lambdas, comprehensions and methods that a library generates.
+The path of an item is the functions and files of ours that a further item crosses, in any thread and process of a
+`nightjar run` on a CPU with one slot: the functions whose calls rise by one or more for each further item between a run of
+few items and one of more. What runs once for a command, a shard, or a time (polls, heartbeats) is left out: the run of few
+items waits before its first one, so that it lasts longer than the run of more and polls do not rise.
 """
 
 from __future__ import annotations
@@ -29,25 +23,23 @@ import time
 import tokenize
 import typing
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import networkx
 
-from benchmarks.common import ROOT, parser, read, table
+from benchmarks.common import ROOT, environment_with, parser, read, table
 
 #: Rooms that are installed, from the top down.
 PRODUCT = ("nightjar", "worker", "jobs", "migrations", "pipelines", "kernels")
 ROOMS = ("tests", "benchmarks", *PRODUCT)
 #: Lines of a file that is large.
 LARGE = 600
-#: Items of the two runs that are compared, at most the slots of an engine on a CPU.
-FEW, MORE = 8, 32
-#: Part of the expected calls that is enough: the codec may decode two items in one group, and a process that is killed loses
+#: Items of the two runs that are compared, and the part of the expected calls that is enough: a process that is killed loses
 #: the calls of its last tenth of a second.
-ENOUGH = 0.75
+FEW, MORE, ENOUGH = 8, 32, 0.75
 LAYOUT_TOKENS = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
 }  # fmt: skip
@@ -149,50 +141,26 @@ def surface() -> dict[str, int]:
     }
 
 
-#: The function that passes an item to the engine, and the one that makes a frame of all items.
-FEED, FRAME = "ShardRun.feed", "EngineCore.step"
-#: Python runs `sitecustomize` at its start, in every process: it counts the calls of each function outside of
-#: imports, and those on the engine's thread. The counts are written at a process's end and several times a second,
-#: because a process of ours may be killed.
+#: Runs at the start of every process of ours: it counts the calls of each function, and writes them several times a second,
+#: because a process may be killed. The first item waits for some seconds.
 TRACE = """
 import atexit, os, sys, threading, time
-ROOT, INTO = os.environ["ITEM_PATH_ROOT"] + os.sep, os.environ["ITEM_PATH_INTO"]
-FEED, FRAME, WAIT = os.environ["ITEM_PATH_FEED"], os.environ["ITEM_PATH_FRAME"], float(os.environ["ITEM_PATH_WAIT"])
-ours, counts, in_frames, engine = {}, {}, {}, set()
-
-def in_import(frame):
-    while (frame := frame.f_back) is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return True
-    return False
+ROOT, INTO, WAIT = os.environ["TRACE_ROOT"] + os.sep, os.environ["TRACE_INTO"], float(os.environ["TRACE_WAIT"])
+counts = {}
 
 def note(frame, event, _):
-    if event != "call":
-        return
     code = frame.f_code
-    known = ours.get(code)
-    if known is None:
-        # 1: a function, no class body
-        ours[code] = known = code.co_filename.startswith(ROOT) and not code.co_name.startswith("<") and bool(code.co_flags & 1)
-    if known and (code in counts or not in_import(frame)):
-        counts[code] = count = counts.get(code, 0) + 1
-        thread = threading.get_ident()
-        if count == 1 and code.co_qualname == FEED:
+    # 1: a function, no class body
+    if event == "call" and code.co_filename.startswith(ROOT) and code.co_flags & 1 and not code.co_name.startswith("<"):
+        counts[code] = counts.get(code, 0) + 1
+        if code.co_qualname == "ShardRun.feed" and counts[code] == 1:
             time.sleep(WAIT)
-        if code.co_qualname == FRAME:
-            engine.add(thread)
-        if thread in engine:
-            in_frames[code] = in_frames.get(code, 0) + 1
 
 def write():
-    rows = [
-        (code.co_filename[len(ROOT):], code.co_firstlineno, code.co_qualname, count, in_frames.get(code, 0))
-        for code, count in list(counts.items())
-    ]
-    lines = ["\\t".join(map(str, row)) + "\\n" for row in rows]
-    path = os.path.join(INTO, str(os.getpid()))
+    path = os.path.join(INTO, f"{os.getpid()}.calls")
     with open(path + ".new", "w") as file:
-        file.writelines(lines)
+        for code, count in list(counts.items()):
+            file.write(f"{code.co_filename[len(ROOT):]}\\t{code.co_qualname}:{code.co_firstlineno}\\t{count}\\n")
     os.replace(path + ".new", path)
 
 def keep_writing():
@@ -213,77 +181,37 @@ sys.setprofile(note)
 """
 
 
-def line(number: int) -> dict[str, Any]:
-    """A line of the input; each has another text."""
-    text = f"This is line {number}, and it continues for a bit."
-    messages = [["system", "text", "A calm voice."], ["user", "text", text]]
-    return {"example_id": f"item-{number}", "messages": messages}
-
-
-#: A file, and a function with its first line.
-Function = tuple[str, str]
-
-
-def calls(model: str, items: int, wait_seconds: float = 0) -> tuple[Counter[Function], set[Function]]:
-    """Runs `items` items, the first one after `wait_seconds`. Returns the calls of each function, and the functions that
-    every frame calls."""
+def calls(model: str, items: int, wait_seconds: float = 0) -> Counter[tuple[str, str]]:
+    """The calls of each function, by file, of a job of `items` items, one at a time."""
     with tempfile.TemporaryDirectory(prefix="item-path-") as name:
         folder = Path(name)
-        notes = folder / "notes"
-        for made in (notes, folder / "site"):
-            made.mkdir()
-        (folder / "site" / "sitecustomize.py").write_text(TRACE)
-        lines = (json.dumps(line(number)) + "\n" for number in range(items))
-        (folder / "input.jsonl").write_text("".join(lines))
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
-        environment |= {"PYTHONPATH": f"{folder / 'site'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-        environment |= {"ITEM_PATH_ROOT": str(ROOT), "ITEM_PATH_INTO": str(notes)}
-        environment |= {"ITEM_PATH_FEED": FEED, "ITEM_PATH_FRAME": FRAME, "ITEM_PATH_WAIT": str(wait_seconds)}
+        (folder / "sitecustomize.py").write_text(TRACE)
+        texts = (f"This is line {number}, and it continues for a bit." for number in range(items))
+        rows = (
+            {"example_id": f"item-{n}", "messages": [["user", "text", text]]} for n, text in enumerate(texts)
+        )
+        (folder / "input.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        environment = environment_with(folder) | {"OMP_NUM_THREADS": "1", "SPEECH_ENGINE__SLOTS": "1"}
+        environment |= {"TRACE_ROOT": str(ROOT), "TRACE_INTO": name, "TRACE_WAIT": str(wait_seconds)}
         given = str(Path(model).resolve()) if Path(model).is_dir() else model
-        words = ["run", "input.jsonl", "--model", given, "--seed", "7", "--json"]
-        given_to: dict[str, Any] = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
-        done = subprocess.run([sys.executable, "-m", "jobs", *words], check=False, **given_to)
-        if done.returncode:
-            error = done.stderr[-2000:]
-            raise SystemExit(f"The run with {model} ended with {done.returncode}:\n{error}")
-        found, in_frames = Counter[Function](), Counter[Function]()
-        for path in notes.iterdir():
-            for file, first, function, count, framed in (
-                text.split("\t") for text in path.read_text().splitlines()
-            ):
-                if path.suffix != ".new" and file.split(os.sep)[0] in PRODUCT:
-                    found[file, f"{function}:{first}"] += int(count)
-                    in_frames[file, f"{function}:{first}"] += int(framed)
-        frames = sum(count for (_, function), count in in_frames.items() if function.startswith(f"{FRAME}:"))
-        return found, {function for function, count in in_frames.items() if count >= ENOUGH * frames > 0}
-
-
-def trace(model: str) -> set[Function]:
-    """The functions that a further item crosses."""
-    began_at = time.monotonic()
-    more, in_frames = calls(model, MORE)
-    few, _ = calls(model, FEW, (time.monotonic() - began_at) / 2)
-    enough = ENOUGH * (MORE - FEW)
-    return in_frames | {function for function, count in more.items() if count - few[function] >= enough}
-
-
-def by_room(files: Iterable[str]) -> dict[str, int]:
-    counts = Counter(file.split(os.sep)[0] for file in files)
-    return {room: counts[room] for room in PRODUCT if counts[room]}
+        words = [sys.executable, "-m", "jobs", "run", "input.jsonl", "--model", given, "--seed", "7"]
+        subprocess.run(words, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+        found = Counter[tuple[str, str]]()
+        for path in folder.glob("*.calls"):
+            for row in path.read_text().splitlines():
+                file, function, count = row.split("\t")
+                if file.split(os.sep)[0] in PRODUCT:
+                    found[file, function] += int(count)
+        return found
 
 
 def item_path(model: str) -> dict[str, Any]:
-    """Files and functions of an item's path, by room."""
-    path = trace(model)
-    files = {file for file, _ in path}
-    return {
-        "model": Path(model).name,
-        "files": len(files),
-        "functions": len(path),
-        "files_by_room": by_room(files),
-        "functions_by_room": by_room(file for file, _ in path),
-        "path": {file: sorted(function for of, function in path if of == file) for file in sorted(files)},
-    }
+    """How many functions and files of ours a further item crosses."""
+    began = time.monotonic()
+    more = calls(model, MORE)
+    few = calls(model, FEW, (time.monotonic() - began) / 2)
+    path = {one for one, count in more.items() if count - few[one] >= ENOUGH * (MORE - FEW)}
+    return {"model": Path(model).name, "functions": len(path), "files": len({file for file, _ in path})}
 
 
 def main() -> int:
@@ -295,10 +223,7 @@ def main() -> int:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     print(table(found["rooms"], ("room", "tokens", "protocols", "files", "lines", "large_files")))
     print(", ".join(f"{name.replace('_', ' ')}: {count}" for name, count in found["surface"].items()))
-    for item in found["items"]:
-        print(f"item of {item['model']}: {item['functions']} functions in {item['files']} files")
-        for room, count in item["functions_by_room"].items():
-            print(f"  {room}: {count} functions in {item['files_by_room'][room]} files")
+    print(table(found["items"], ("model", "functions", "files")))
     print("\n  ".join([f"circles: {len(found['circles'])}", *map(str, found["circles"])]))
     return 0
 

@@ -51,7 +51,7 @@ pytest_sessionfinish = skips.pytest_sessionfinish
 #: The folders here, each a tier and its marker.
 TIERS = ("vllm", "parity", "faults", "services", "gpu", "unit")
 #: Files that take longest, half a minute of a core or of waiting, as patterns. They begin first, the longest
-#: before all others, so that no process is left with one of them; benchmarks begin with them.
+#: before all others, so that no process is left with one of them.
 LONGEST = (
     "services/nightjar/test_python_jobs.py",
     "services/test_docs_commands.py",

@@ -71,7 +71,8 @@ def left_out() -> dict[Path, str]:
 
 
 def left_out_of(groups: Iterable[Proof], gpu: bool) -> dict[Path, str]:
-    """What a run leaves out of these groups, on a machine with or without a GPU; nothing if all tests are asked for."""
+    """What a run leaves out of these groups, of benchmarks, and of GPUs on a machine without one; nothing if all tests are
+    asked for."""
     if os.environ.get(ALL_TESTS):
         return {}
     found = {
@@ -80,6 +81,7 @@ def left_out_of(groups: Iterable[Proof], gpu: bool) -> dict[Path, str]:
         if proof.holds()
         for path in proof.files_of_tests()
     }
+    found[ROOT / "tests" / "services" / "test_benchmarks.py"] = "`make soak` tries the benchmarks"
     if not gpu and "TRITON_INTERPRET" not in os.environ:
         found[ROOT / "tests" / "gpu"] = "needs a CUDA device"
     return found

@@ -16,17 +16,6 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks.checkpoint import dummy_model
-from benchmarks.kernel import (
-    FISH,
-    LARGE,
-    SMALL,
-    SPARK,
-    TINY,
-    TINY_FISH,
-    TINY_SPARK,
-    Maker,
-    Shape,
-)
 from kernels import layers, lm_frame, lm_products
 from kernels.frame import StateTensors, fused_fault
 from kernels.layers import qk_norm_rope_append, rope_table, swiglu
@@ -47,6 +36,17 @@ from kernels.sampler import (
 )
 from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS
 from tests.support import lm_checks
+from tests.support.lm_tensors import (
+    FISH,
+    LARGE,
+    SMALL,
+    SPARK,
+    TINY,
+    TINY_FISH,
+    TINY_SPARK,
+    Maker,
+    Shape,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

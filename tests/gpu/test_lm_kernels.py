@@ -11,11 +11,11 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from benchmarks.kernel import SMALL, TINY, Maker, Shape
 from kernels import lm_cuda
 from kernels.lm_frame import FusedFrame, Plan, plan_for
 from tests.support import lm_checks
 from tests.support.lm_checks import clone_state
+from tests.support.lm_tensors import SMALL, TINY, Maker, Shape
 
 pytestmark = pytest.mark.gpu
 

@@ -16,9 +16,9 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from benchmarks.kernel import SMALL, Shape
 from kernels.lm_persistent import FAILED, Predictor, PredictorRun, Trial
 from tests.support import persistent_kit, persistent_talker_kit
+from tests.support.lm_tensors import SMALL, Shape
 from tests.support.persistent_kit import (
     GOLDEN,
     SMALLEST,

@@ -14,7 +14,6 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks.checkpoint import dummy_model
-from benchmarks.kernel import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
 from kernels import lm_products, prefill
 from kernels.attention import PackedPrompts
 from kernels.cuda_driver import available, processors
@@ -27,6 +26,7 @@ from pipelines.engine.executor import EngineOptions, FrameModel, PrefillRun
 from pipelines.engine.opening import graph_executor
 from pipelines.engine.prefill import PaddedPrefills
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV
+from tests.support.lm_tensors import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
 from tests.support.prefill_twins import attend_packed, padded_twin
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

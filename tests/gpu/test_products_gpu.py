@@ -15,9 +15,9 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from benchmarks.common import captured
-from benchmarks.kernel import Maker
 from kernels.lm_products import PLAIN, RESIDUAL, SWIGLU, TILE_CONFIGS, TileConfig, product, tile_config
 from tests.support.lm_checks import error, layer_product
+from tests.support.lm_tensors import Maker
 
 pytestmark = pytest.mark.gpu
 SIZES = {

@@ -15,10 +15,10 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from benchmarks.kernel import Maker
 from kernels import binaries, lm_cuda, toolchain
 from kernels.cuda_driver import Source
 from tests.support import lm_checks
+from tests.support.lm_tensors import Maker
 
 pytestmark = pytest.mark.gpu
 

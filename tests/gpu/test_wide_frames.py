@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from benchmarks.kernel import TINY, Maker
 from kernels.lm_frame import Plan
 from tests.support import lm_checks
+from tests.support.lm_tensors import TINY, Maker
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [

@@ -15,10 +15,10 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from benchmarks.common import captured
-from benchmarks.kernel import Maker
 from kernels.lm_products import SWIGLU, swiglu
 from kernels.lm_triton import add_norm
 from tests.support.lm_checks import error, layer_product
+from tests.support.lm_tensors import Maker
 
 pytestmark = pytest.mark.gpu
 #: Outputs and inner size.

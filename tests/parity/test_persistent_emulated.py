@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.kernel import SMALL, Maker, Shape
 from kernels import lm_persistent
 from kernels.frame import DepthTensors
 from kernels.lm_persistent import FAILED, Predictor, TileConfig, Trial, kernel_name, predictor_config
@@ -20,6 +19,7 @@ from kernels.reference import ENDED, NOT_FINITE
 from tests.support import cuda_emulated, persistent_kit
 from tests.support.fake_gpus import FakeGpus
 from tests.support.lm_checks import vary_draws
+from tests.support.lm_tensors import SMALL, Maker, Shape
 from tests.support.persistent_kit import (
     GOLDEN,
     LEAST,

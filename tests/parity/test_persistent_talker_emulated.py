@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.kernel import SMALL, Maker, Shape
 from kernels import lm_persistent
 from kernels.lm_persistent import (
     FAILED,
@@ -26,6 +25,7 @@ from kernels.lm_persistent import (
 )
 from tests.support import persistent_kit, persistent_talker_kit
 from tests.support.fake_gpus import FakeGpus
+from tests.support.lm_tensors import SMALL, Maker, Shape
 from tests.support.persistent_kit import Emulated
 from tests.support.persistent_talker_kit import (
     GOLDEN_TALKER,

@@ -64,11 +64,11 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"python -m tests\.conformance \w+ tests/golden/\w+", _PARITY),
     (
         r"python -m benchmarks\.speech speechlm",
-        "a benchmark of minutes on a GPU with vLLM; benchmarks/test_smoke.py reads its options",
+        "a benchmark of minutes on a GPU with vLLM; tests/services/test_benchmarks.py reads its options",
     ),
     (
         r"python -m benchmarks\.stream .*",
-        "a measurement of minutes; benchmarks/test_smoke.py runs it",
+        "a measurement of minutes; tests/services/test_benchmarks.py runs it",
     ),
     (
         r"nightjar run .* --qa-set meters\.align\.model=.*",

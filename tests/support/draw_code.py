@@ -28,10 +28,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.kernel import FISH, SPARK, Maker, Shape
 from kernels import lm_sampler
 from kernels.lm_frame import FusedFrame, plan_for
 from kernels.lm_sampler import FIRST, LAST, MIDDLE, ONLY
+from tests.support.lm_tensors import FISH, SPARK, Maker, Shape
 
 ROWS = 128
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"

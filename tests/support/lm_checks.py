@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.kernel import SMALL, Maker, Shape
 from kernels import lm_cuda
 from kernels.attention import paged_decode_attention
 from kernels.frame import DrawTensors, FrameTensors, Layer, StackTensors, StateTensors
@@ -20,6 +19,7 @@ from kernels.lm_attention import SplitScratch, decode_attention, predictor_atten
 from kernels.lm_frame import FusedFrame, Plan
 from kernels.reference import FrameOutput, backbone_step, draw_frame
 from kernels.sampler import DrawFlags, frame_noise, log_probability, process_first, sample
+from tests.support.lm_tensors import SMALL, Maker, Shape
 
 
 def error(found: Tensor, truth: Tensor) -> float:

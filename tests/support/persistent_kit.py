@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.kernel import TINY, Maker, Shape
 from kernels import binaries, lm_persistent, reference, toolchain
 from kernels.cuda_driver import Kernel, Module, Source
 from kernels.frame import FrameTensors, StateTensors
@@ -28,6 +27,7 @@ from kernels.lm_persistent import Predictor, PredictorRun, TileConfig, kernel_na
 from kernels.reference import ENDED, NOT_FINITE, depth_frame, next_inputs
 from kernels.sampler import DrawFlags, frame_noise
 from tests.support import cuda_emulated
+from tests.support.lm_tensors import TINY, Maker, Shape
 
 SMALLEST = replace(TINY, layers=1)
 #: The predictor of the golden checkpoints, which fills no tile.

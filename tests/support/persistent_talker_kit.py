@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.kernel import Maker, Shape
 from kernels import reference
 from kernels.frame import FrameTensors, StateTensors
 from kernels.lm_persistent import Predictor, PredictorRun, Talker, TalkerRun
 from kernels.reference import backbone_step
 from tests.support import persistent_kit
+from tests.support.lm_tensors import Maker, Shape
 from tests.support.persistent_kit import GOLDEN, SMALLEST
 
 #: Two layers each; the predictors are those of the other kit.

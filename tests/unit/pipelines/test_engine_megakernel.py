@@ -13,7 +13,6 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from benchmarks.kernel import Maker, Shape
 from kernels import binaries, lm_persistent
 from kernels.lm_frame import FusedFrame, PersistentFrame
 from kernels.lm_persistent import FAILED
@@ -25,6 +24,7 @@ from pipelines.engine.megakernel import MegakernelExecutor, PersistentKernelErro
 from pipelines.engine.opening import graph_executor
 from tests.support import persistent_kit
 from tests.support.fake_gpus import FakeGpus
+from tests.support.lm_tensors import Maker, Shape
 from tests.support.persistent_kit import ANY_DRAWS, SMALLEST
 from tests.support.qwen3_golden import golden_model
 

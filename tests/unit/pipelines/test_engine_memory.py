@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.checkpoint import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, qwen3_config
-from benchmarks.kernel import Shape
 from pipelines.codec.graphs import stream_bytes, utterance_bytes
 from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS, buckets_for
 from pipelines.engine.executor import EngineOptions
@@ -41,6 +40,7 @@ from pipelines.qwen3_tts.pipeline import (
 from pipelines.spark_tts import pipeline as spark
 from tests.support import fish_checkpoint, golden_checkpoint
 from tests.support.fake_gpus import FakeGpus
+from tests.support.lm_tensors import Shape
 from tests.support.qwen3_golden import GOLDEN
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,0 +1,38 @@
+"""What benchmarks compute from what they read: when speech is audible, and the energy of a span."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.clients import first_audible
+from benchmarks.common import GpuReading, Use, energy
+
+
+def test_speech_is_audible_from_two_loud_frames_on() -> None:
+    rate, tone = 24_000, np.sin(np.arange(24_000) / 4)
+    sound = np.zeros(36_000)
+    # One loud frame of 20 ms: those that begin 10 ms before and after it have half of its sound.
+    sound[2544:2736] = 500 * tone[:192]
+    sound[12_000:] += 300 * tone
+    content = (sound + 2000).astype("<i2").tobytes()
+    # The second piece comes 0.15 s after the first one, of 0.1 s and half a sample, was played.
+    found = first_audible([(5.0, content[:4801]), (5.25, content[4801:])], rate)
+    assert found == (pytest.approx(5.0 + 0.15 + 0.5, abs=1e-3), 0.5)
+    assert first_audible([(0.0, content[: 2 * 11_000])], rate) is None
+    assert first_audible([(0.0, b"\0" * 9)], rate) is None
+
+
+def test_energy_is_that_of_the_counters_for_the_audio_made() -> None:
+    boards = [
+        [GpuReading(at, 1.0, 0, 1980, 600.0, 100 + watts * at) for at in (3.0, 3.5, 5.0)]
+        for watts in (400, 200)
+    ]
+    assert energy(boards, 1200.0) == {"joules_per_audio_s": pytest.approx(0.5)}
+    # Nothing is known of one reading, or without audio.
+    assert energy([boards[0][:1]], 1200.0) == energy(boards, None) == energy([], 1200.0) == {}
+    Use.traces = True
+    try:
+        assert energy(boards[:1], 1000.0)["power_trace"][0][1] == [0.5, 600.0, 1980]
+    finally:
+        Use.traces = False
