@@ -282,14 +282,6 @@ class FolderDestination(Destination):
                         found[str(path.relative_to(self._folder))] = status.st_size
         return found
 
-    def lost(self, files: Iterable[WrittenFile]) -> str | None:
-        for file in files:
-            with self._at(file.name) as path, suppress(FileNotFoundError):
-                if path.lstat().st_size == file.bytes:
-                    continue
-            return file.name
-        return None
-
     def publish(self, name: str, path: Path, sha256: str) -> None:
         with self._at(name) as target:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -412,7 +404,7 @@ class Dataset:
                 raise invalid(
                     f"{there.address!r} contains files that no export wrote.", "Export to an empty folder."
                 )
-        elif done is not None and old == identity and _incomplete(there.sizes(), done.files) is None:
+        elif done is not None and old == identity and _complete(there.sizes(), done.files):
             there.remove_records()
             return True
         elif done is not None or old != identity:
@@ -448,7 +440,7 @@ class Dataset:
         for file in files or ():
             if self._sizes.get(file.name, file.bytes) != file.bytes:
                 raise self._changed(file)
-        if files is not None and _incomplete(self._sizes, files) is None:
+        if files is not None and _complete(self._sizes, files):
             for file in files:
                 self._note(file)
             return False
@@ -507,6 +499,6 @@ class Dataset:
         return invalid(f"{file.name!r} in {place!r} was changed after it was exported.", AGAIN)
 
 
-def _incomplete(sizes: Mapping[str, int], files: Iterable[WrittenFile]) -> str | None:
-    """The name of a file that is missing or has another size, or None."""
-    return next((file.name for file in files if sizes.get(file.name) != file.bytes), None)
+def _complete(sizes: Mapping[str, int], files: Iterable[WrittenFile]) -> bool:
+    """Whether no file is missing or has another size."""
+    return all(sizes.get(file.name) == file.bytes for file in files)

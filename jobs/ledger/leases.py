@@ -248,7 +248,13 @@ def commit(sql: Transaction, ticket: Ticket, outcomes: Sequence[Outcome]) -> Com
             first.setdefault(outcome.index, outcome)
     done = [outcome for outcome in first.values() if isinstance(outcome, Done)]
     failed = [outcome for outcome in first.values() if isinstance(outcome, Failed)]
-    n_done = _commit_done(sql, shard, done) if done else 0
+    n_done = 0
+    if done:
+        _add_made(sql, shard, done)
+        change = f"state = {_DONE}, attempts = attempts + 1, error_code = NULL, error_message = NULL"
+        ended = [one.index for one in done]
+        update = f"UPDATE items SET {change} WHERE {_OPEN}"
+        n_done = sql.change(update, job_no=shard.job_no, shard=shard.no, indexes=ended)
     changed, broken = _commit_failed(sql, shard, failed, attempts) if failed else ([], [])
     made = [artifact for outcome in done for artifact in outcome.artifacts]
     update_shard(
@@ -263,15 +269,6 @@ def commit(sql: Transaction, ticket: Ticket, outcomes: Sequence[Outcome]) -> Com
         bytes_out=sum([artifact.bytes for artifact in made]),
     )
     return CommitResult(n_done + len(changed), failed=0 if shard.error_budget is None else len(broken))
-
-
-def _commit_done(sql: Transaction, shard: Row, done: list[Done]) -> int:
-    """Records done items with what was made of them; returns their number."""
-    _add_made(sql, shard, done)
-    statement = f"""
-    UPDATE items SET state = {_DONE}, attempts = attempts + 1, error_code = NULL, error_message = NULL WHERE {_OPEN}
-    """
-    return sql.change(statement, job_no=shard.job_no, shard=shard.no, indexes=[one.index for one in done])
 
 
 def add_draws(sql: Transaction, job_no: int, made: Sequence[DrawRow]) -> None:

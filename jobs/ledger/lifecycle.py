@@ -189,14 +189,9 @@ def ready_after(sql: Transaction, shard: Row, attempts_made: int, change: str, *
         shard,
         ShardState.READY,
         f"not_before = <now> + :pause, {change}",
-        pause=backoff(sql, attempts_made),
+        pause=backoff_seconds(attempts_made, random.random(), sql.backoff_seconds),
         **values,
     )
-
-
-def backoff(sql: Transaction, attempts: int) -> float:
-    """The backoff after this number of attempts, in seconds, with jitter."""
-    return backoff_seconds(attempts, random.random(), sql.backoff_seconds)
 
 
 def ended_items(sql: Transaction, job_id: str) -> tuple[int, int]:
@@ -289,7 +284,7 @@ def bisect(sql: Transaction, shard: Row) -> None:
         moved=len(upper),
         estimate=estimate,
         attempts=attempts_after_bisection(len(upper), shard.max_attempts),
-        pause=backoff(sql, 1),
+        pause=backoff_seconds(1, random.random(), sql.backoff_seconds),
     )
     ready_after(
         sql,

@@ -116,15 +116,25 @@ def items_page(
         conditions += f" AND items.state = {ITEM_STATE_NUMBERS[state]}"
     if codes is not None:
         conditions += f" AND items.error_code IN ({literals(*codes) or 'NULL'})"
-    if where is None:
-        page = sql.column(
-            f"SELECT idx FROM items WHERE job_no = {NUMBER} AND idx > :after{conditions} ORDER BY idx LIMIT :limit",
-            job=job.id,
-            after=after,
-            limit=limit,
-        )
-    else:
-        page = matching_page(sql, job, where, after, limit, dialogues, conditions)
+    first = tables = "items"
+    matches = conditions
+    values: dict[str, object] = {}
+    if where is not None:
+        dialogues = dialogues and job.speaks_turns
+        scans_items = dialogues or conditions
+        source = _Source(sql, job, where, "other" if scans_items else "")
+        values = source.values
+        if scans_items:
+            matches += f" AND {_matches(source, where, dialogues=dialogues)}"
+        else:
+            first = source.first
+            tables = source.tables
+            matches = f" AND {source.sql(where.condition)}"
+    statement = f"""
+    SELECT {first}.idx FROM {tables} WHERE {first}.job_no = {NUMBER} AND {first}.idx > :after{matches}
+    ORDER BY {first}.idx LIMIT :limit
+    """
+    page = sql.column(statement, job=job.id, after=after, limit=limit, **values)
     return _rows_of(sql, job, page, conditions), page[-1] if len(page) == limit else None
 
 
@@ -134,6 +144,26 @@ def _rows_of(sql: Transaction, job: Job, page: list[int], conditions: str = "") 
         return []
     on_page = set(page)
     speaks_turns = job.speaks_turns
+
+    def on(column: str, shift: int = 0) -> str:
+        # Each table needs the condition, because PostgreSQL would otherwise read all of its rows of the job
+        # for each page. A range is faster than a list of nearly all indexes in it.
+        if page[-1] - page[0] < _SPARSE * len(page):
+            return f"{column} BETWEEN {page[0] + shift} AND {page[-1] + shift}"
+        return f"{column} IN ({', '.join(str(index + shift) for index in page)})"
+
+    # The items of a dialogue have consecutive indexes, so the next item shows whether the dialogue of an item
+    # has several turns.
+    items = f"""
+    SELECT items.*, kind, key, sha256, bytes, duration_ms, sample_rate, samples, seed, meta, pack, pack_offset,
+        items.turn > 0 OR COALESCE(following.turn, 0) > 0 AS several
+    FROM items
+    LEFT OUTER JOIN artifacts ON artifacts.job_no = items.job_no AND artifacts.idx = items.idx
+        AND artifacts.kind = '{job.spec.main_kind}' AND {on("artifacts.idx")}
+    LEFT OUTER JOIN items AS following ON following.job_no = {NUMBER} AND following.idx = items.idx + 1
+        AND {on("following.idx", 1)}
+    WHERE items.job_no = {NUMBER} AND {on("items.idx")}{conditions} ORDER BY items.idx
+    """
     statement = f"SELECT decisions.* {DECISIONS} AND decisions.idx BETWEEN :first AND :last"
     decided = {
         row.idx: record(Decision, row, accepted=bool(row.accepted))
@@ -150,7 +180,7 @@ def _rows_of(sql: Transaction, job: Job, page: list[int], conditions: str = "") 
             speaks_turns=speaks_turns,
             decision=decided.get(row.idx),
         )
-        for row in sql.rows(_with_artifact(page, conditions, job.spec.main_kind), job=job.id)
+        for row in sql.rows(items, job=job.id)
         if row.idx in on_page
     ]
 
@@ -162,30 +192,6 @@ def items_named(sql: Transaction, job: Job, ids: Collection[str]) -> list[ItemRo
     statement = f"SELECT idx FROM items WHERE job_no = {NUMBER} AND example_id IN (:names)"
     page = sorted(sql.column(statement, job=job.id, names=names))
     return [row for row in _rows_of(sql, job, page) if row.id in wanted]
-
-
-def _with_artifact(page: list[int], conditions: str, kind: str) -> str:
-    """The statement that reads the items of a page with their artifact of a kind."""
-
-    def on_page(column: str, shift: int = 0) -> str:
-        # Each table needs the condition, because PostgreSQL would otherwise read all of its rows of the job
-        # for each page. A range is faster than a list of nearly all indexes in it.
-        if page[-1] - page[0] < _SPARSE * len(page):
-            return f"{column} BETWEEN {page[0] + shift} AND {page[-1] + shift}"
-        return f"{column} IN ({', '.join(str(index + shift) for index in page)})"
-
-    # The items of a dialogue have consecutive indexes, so the next item shows whether the dialogue of an item
-    # has several turns.
-    return f"""
-    SELECT items.*, kind, key, sha256, bytes, duration_ms, sample_rate, samples, seed, meta, pack, pack_offset,
-        items.turn > 0 OR COALESCE(following.turn, 0) > 0 AS several
-    FROM items
-    LEFT OUTER JOIN artifacts ON artifacts.job_no = items.job_no AND artifacts.idx = items.idx
-        AND artifacts.kind = '{kind}' AND {on_page("artifacts.idx")}
-    LEFT OUTER JOIN items AS following ON following.job_no = {NUMBER} AND following.idx = items.idx + 1
-        AND {on_page("following.idx", 1)}
-    WHERE items.job_no = {NUMBER} AND {on_page("items.idx")}{conditions} ORDER BY items.idx
-    """
 
 
 #: The columns of `Artifact` without `meta`, which is large and slow to decode.
@@ -375,32 +381,6 @@ class _Source:
         name = f"value{len(self.values)}"
         self.values[name] = value
         return f":{name}"
-
-
-def matching_page(
-    sql: Transaction, job: Job, where: Where, after: int, limit: int, dialogues: bool, conditions: str
-) -> list[int]:
-    """The indexes of up to `limit` matching items above `after`, in order.
-
-    `dialogues`: an item matches if any item of its dialogue does. `conditions`: further SQL conditions on
-    `items`.
-    """
-    dialogues = dialogues and job.speaks_turns
-    if dialogues or conditions:
-        source = _Source(sql, job, where, "other")
-        first = "items"
-        tables = "items"
-        true = _matches(source, where, dialogues=dialogues) + conditions
-    else:
-        source = _Source(sql, job, where)
-        first = source.first
-        tables = source.tables
-        true = source.sql(where.condition)
-    statement = f"""
-    SELECT {first}.idx FROM {tables} WHERE {first}.job_no = {NUMBER} AND {first}.idx > :after AND {true}
-    ORDER BY {first}.idx LIMIT :limit
-    """
-    return sql.column(statement, job=job.id, after=after, limit=limit, **source.values)
 
 
 def _matches(source: _Source, where: Where, *, dialogues: bool) -> str:

@@ -23,6 +23,7 @@ from jobs.ledger.lifecycle import (
     lock_lease,
     of_ticket,
     spent_budget,
+    update_job,
 )
 from jobs.ledger.queries import job_state, shard_inputs
 from jobs.ledger.records import (
@@ -96,7 +97,7 @@ def needs_manifest(sql: Transaction, job_id: str) -> bool:
 def begin_manifest(sql: Transaction, job_id: str) -> float:
     """Records that a manifest is being written. Returns the mark for `note_manifest`, which no time equals."""
     mark = -random.random()
-    sql.change("UPDATE jobs SET manifest_finished_at = :mark WHERE id = :job", job=job_id, mark=mark)
+    update_job(sql, job_id, "manifest_finished_at = :mark", mark=mark)
     return mark
 
 

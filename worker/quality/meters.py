@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import entry_points
-from importlib.util import find_spec
+from importlib.metadata import distribution, entry_points
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -295,14 +294,6 @@ class SileroMeter:
         }
 
 
-def _package_folder(name: str) -> Path:
-    """The folder of a package that is not imported. Raises `ModuleNotFoundError`."""
-    spec = find_spec(name)
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-    return Path(spec.origin).parent
-
-
 def longest_pause(active: NDArray[np.bool_]) -> int:
     """Length in frames of the longest silence between two sounds. `active`: bool [frames], whether a frame has sound."""
     places = np.flatnonzero(active)
@@ -357,7 +348,8 @@ class DnsMosMeter:
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = threads
-        model = _package_folder("speechmos") / "dnsmos_models" / "sig_bak_ovr.onnx"
+        # Found without an import of the package, whose other libraries are not needed.
+        model = distribution("speechmos").locate_file("speechmos/dnsmos_models/sig_bak_ovr.onnx")
         self._session: Any = onnxruntime.InferenceSession(
             str(model), options, providers=["CPUExecutionProvider"]
         )
@@ -456,13 +448,10 @@ def _missing_library(name: str, error: ImportError) -> ModelError:
     )
 
 
-def missing_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) -> ModelError | None:
-    """The error of a meter whose weights are missing, or None. Those of `asr` alone are not in its libraries."""
-    try:
-        if "asr" in meters:
+def check_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) -> None:
+    """Raises the error of a meter whose weights are missing. Those of `asr` alone are not in its libraries."""
+    if "asr" in meters:
+        try:
             asr_folder(fetch=fetch, **meters["asr"])  # pyright: ignore[reportArgumentType]
-    except ModelError as error:
-        return error
-    except ImportError as error:
-        return _missing_library("asr", error)
-    return None
+        except ImportError as error:
+            raise _missing_library("asr", error) from error

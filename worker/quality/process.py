@@ -25,7 +25,7 @@ from jobs.gpus import count_gpus
 from pipelines.child_process import CalledChild, ChildEndedError, answer_calls
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, ModelError, NightjarError
-from worker.quality.meters import Reading, Readings, Utterance, missing_weights, open_meter
+from worker.quality.meters import Reading, Readings, Utterance, check_weights, open_meter
 
 log = structlog.get_logger(__name__)
 
@@ -288,8 +288,7 @@ def _passes(readings: Mapping[str, Any], bounds: Mapping[str, Bound]) -> bool:
 def _answer(draws: _Draws) -> list[dict[str, Reading]]:
     """The readings of each draw. Raises `ModelError` for a meter that cannot be opened."""
     if draws.fetch is not None:
-        if (error := missing_weights(draws.meters, fetch=draws.fetch)) is not None:
-            raise error
+        check_weights(draws.meters, fetch=draws.fetch)
         return []
     opened = [_opened(name, msgspec.json.encode(options)) for name, options in draws.meters.items()]
     answers = [dict[str, Reading]() for _ in draws.utterances]

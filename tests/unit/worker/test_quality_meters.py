@@ -24,7 +24,7 @@ from pipelines.audio import encode
 from pipelines.errors import ErrorCode, ModelError, NightjarError
 from pipelines.request import Message, Speech, SynthesisRequest, submit
 from tests.support.services import children
-from worker.quality.meters import AsrMeter, Reading, Utterance, missing_weights, open_meter
+from worker.quality.meters import AsrMeter, Reading, Utterance, check_weights, open_meter
 from worker.quality.process import MeterError, MeterHangError, MeterPool, MeterProcess, MeterTask
 
 RATE = 16_000
@@ -90,17 +90,15 @@ class TestMeters:
     def test_weights_are_looked_for_without_being_opened(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        assert (
-            missing_weights(
-                {"asr": {"model": str(tmp_path)}, "silero": {}, "a-meter-of-another-package": {}}, fetch=False
-            )
-            is None
+        check_weights(
+            {"asr": {"model": str(tmp_path)}, "silero": {}, "a-meter-of-another-package": {}}, fetch=False
         )
         # The hub's library reads where its cache is when it is imported.
         code = (
-            "from worker.quality.meters import missing_weights\n"
-            "gone = missing_weights({'asr': {'model': 'owner/model'}}, fetch=False)\n"
-            "print(gone and gone.code.value)"
+            "from pipelines.errors import ModelError\n"
+            "from worker.quality.meters import check_weights\n"
+            "try:\n    check_weights({'asr': {'model': 'owner/model'}}, fetch=False)\n"
+            "except ModelError as error:\n    print(error.code.value)"
         )
         environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")}
         asked = subprocess.run(
@@ -113,9 +111,9 @@ class TestMeters:
         )
         assert asked.stdout.strip() == ErrorCode.MODEL_UNREACHABLE.value
         monkeypatch.setitem(sys.modules, "faster_whisper.utils", None)
-        broken = missing_weights({"asr": {}}, fetch=False)
-        assert broken is not None
-        assert (broken.code, "faster_whisper" in broken.message) == (ErrorCode.CONFIG_MISSING_LIBRARY, True)
+        with pytest.raises(ModelError, match="faster_whisper") as broken:
+            check_weights({"asr": {}}, fetch=False)
+        assert broken.value.code is ErrorCode.CONFIG_MISSING_LIBRARY
 
     def test_weights_that_cannot_be_fetched_now_are_an_outage(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
