@@ -45,7 +45,7 @@ from benchmarks.common import Result, Row, new_database, parser, processor_name,
 from benchmarks.voices import SENTENCES
 from jobs.checks import Quality
 from jobs.codes import StoredCodes
-from jobs.export import export
+from jobs.export import StoredJob, export_jobs
 from jobs.export.items import AudioItem, audio_items, item_metadata
 from jobs.ingest import submit
 from jobs.ledger import Ledger
@@ -389,7 +389,8 @@ def exported(folder: str, job: str, format: str, options: dict[str, Any]) -> tup
     store = open_store(Path(folder, "store").as_uri())
     with closing(Ledger(f"sqlite:///{folder}/ledger.sqlite")) as ledger:
         start = time.perf_counter()
-        items = export(ledger, store, job, name, str(to), part_bytes=20_000_000, **options).items
+        stored = StoredJob(ledger, store, ledger.job(job))
+        items = export_jobs([stored], name, str(to), part_bytes=20_000_000, **options).items
         seconds = time.perf_counter() - start
     shutil.rmtree(to) if to.is_dir() else to.unlink()
     return seconds, most_mb(), items

@@ -16,8 +16,9 @@ import structlog
 
 from jobs.export import (
     ExportOptions,
+    StoredJob,
     checked_format,
-    export,
+    export_jobs,
     find_format,
     own_output,
     parsed_options,
@@ -261,8 +262,9 @@ class Night:
         try:
             store = store_of(job, s3)
             if format != REPORT:
-                made = export(
-                    ledger, store, job.id, format, to, s3=s3, replaces=own, **_options(format, self.schedule)
+                options = _options(format, self.schedule)
+                made = export_jobs(
+                    [StoredJob(ledger, store, job)], format, to, s3=s3, replaces=own, **options
                 )
                 return Dataset(format, to, made.items)
             from jobs.report import write_report

@@ -1,7 +1,7 @@
 """Exports of jobs as datasets, and the interface for formats of other packages."""
 
 from jobs.export.dataset import PartFiles
-from jobs.export.export import ExportReport, checked_format, export, export_jobs, parsed_options
+from jobs.export.export import ExportReport, checked_format, export_jobs, parsed_options
 from jobs.export.files import own_output
 from jobs.export.formats import ExportFormat, ExportOptions, find_format, format_names
 from jobs.export.items import AudioItem, Part, item_metadata, parse_splits
@@ -16,7 +16,6 @@ __all__ = [
     "PartFiles",
     "StoredJob",
     "checked_format",
-    "export",
     "export_jobs",
     "find_format",
     "format_names",

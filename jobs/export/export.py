@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
@@ -28,14 +28,11 @@ from jobs.job_options import plain_numbers, unknown_name
 from jobs.ledger.records import WORDS, ItemRow, ItemState, JobSpec
 from jobs.provenance import exporter_record, read_records
 from jobs.recent_jobs import out_option
-from jobs.store import ObjectStore, is_remote
+from jobs.settings import S3Settings
+from jobs.store import is_remote
 from jobs.verify import expected_objects, listed_faults
 from jobs.where import Where, parse_where
 from pipelines.errors import ErrorCode, NightjarError, StoreError, invalid
-
-if TYPE_CHECKING:
-    from jobs.ledger import Ledger
-    from jobs.settings import S3Settings
 
 #: Incremented when a format's files change for the same items.
 VERSION = 3
@@ -104,13 +101,6 @@ def checked_format(
     chosen = interleaved(chosen, options, spec)
     chosen.check(to, store_url, spec, options)
     return chosen
-
-
-def export(
-    ledger: Ledger, store: ObjectStore, job_id: str, format: str, to: str, **options: Any
-) -> ExportReport:
-    """Writes one job, see `export_jobs`."""
-    return export_jobs([StoredJob(ledger, store, ledger.job(job_id))], format, to, **options)
 
 
 def export_jobs(

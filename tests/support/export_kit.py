@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from jobs.export import ExportReport, StoredJob, export_jobs
 from jobs.ingest import SubmitOptions, submit
 from jobs.layout import item_key, pack_index_name, pack_key
 from jobs.ledger import Ledger
@@ -28,6 +29,15 @@ from tests.support.times import with_times
 from worker.pack_writer import PackBuilder
 
 SAMPLE_RATE = 24_000
+
+
+def export(
+    ledger: Ledger, store: ObjectStore, job_id: str, format: str, to: str, **options: Any
+) -> ExportReport:
+    """Writes one job, see `export_jobs`."""
+    return export_jobs([StoredJob(ledger, store, ledger.job(job_id))], format, to, **options)
+
+
 Line = Mapping[str, Any]
 
 

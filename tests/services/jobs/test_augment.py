@@ -22,12 +22,11 @@ from scipy import signal
 import nightjar
 from jobs.cli import cli
 from jobs.export import augment as augmenting
-from jobs.export import export
 from jobs.export.augment import Effects, augment, parse_range
 from jobs.export.folder_formats import tar_file
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError
-from tests.support.export_kit import SAMPLE_RATE, Finished, datasets_library, finished_job
+from tests.support.export_kit import SAMPLE_RATE, Finished, datasets_library, export, finished_job
 
 LINES = [{"example_id": f"u {n}", "messages": [["user", "text", f"Text {n}"]]} for n in range(6)]
 

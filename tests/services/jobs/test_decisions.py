@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from jobs.checks import BASIC
-from jobs.export import export
 from jobs.export.formats import BUILT_IN
 from jobs.ledger.records import QUARANTINE, WORDS, Decision, ItemState, Job
 from jobs.repair import repair_objects
@@ -22,6 +21,7 @@ from jobs.where import parse_where
 from nightjar.job import Job as PythonJob
 from pipelines.errors import ConfigError, NotFoundError
 from tests.support.cli_kit import call, error_code
+from tests.support.export_kit import export
 from tests.support.report_kit import ClippingPipeline, Desk, open_desk
 from worker.garbage import orphans
 

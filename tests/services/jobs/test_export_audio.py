@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 import soundfile
 
-from jobs.export import export
 from jobs.export.audio import Conversion
 from jobs.export.items import AudioItem
 from jobs.ledger.records import Artifact, JobSpec
 from jobs.store import FolderStore
 from pipelines.audio import encode
 from pipelines.errors import ConfigError, ErrorCode
-from tests.support.export_kit import SAMPLE_RATE, Finished, finished_job
+from tests.support.export_kit import SAMPLE_RATE, Finished, export, finished_job
 
 LINES: list[dict[str, Any]] = [
     {"example_id": f"u{number}", "messages": [["user", "text", f"Text {number}"]]} for number in range(5)

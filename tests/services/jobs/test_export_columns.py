@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from jobs.export import export
 from jobs.export.items import audio_items
 from jobs.export.manifest import put_manifest
 from jobs.export.table_formats import MAX_COLUMNS
 from jobs.ledger.records import JobSpec
 from jobs.store import FolderStore
-from tests.support.export_kit import Finished, datasets_library, finished_job
+from tests.support.export_kit import Finished, datasets_library, export, finished_job
 from tests.support.manifests import read_manifest
 
 #: Ten keys, one of each kind; a line without a key, and a line whose values are null.

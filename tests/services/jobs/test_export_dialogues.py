@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from jobs.export import export, parse_splits
+from jobs.export import parse_splits
 from jobs.export.audio import Conversion
 from jobs.export.conversation import KNEE, Gaps, Sounds, mixed, parse_gaps
 from jobs.export.export import export_jobs
@@ -31,7 +31,7 @@ from jobs.where import parse_where
 from pipelines.errors import ConfigError, StoreError
 from pipelines.request import Word
 from tests.services.jobs.test_export_resume import StoppedError, contents, stop_at
-from tests.support.export_kit import SAMPLE_RATE, Finished, finished_job
+from tests.support.export_kit import SAMPLE_RATE, Finished, export, finished_job
 
 SPOKEN = JobSpec("hibari", speak="all", seed=7)
 #: Roles of the turns of each dialogue.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jobs.checks import Bound, Quality
-from jobs.export import ExportReport, Part, export
+from jobs.export import ExportReport, Part
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import Artifact, Done, JobSpec
@@ -22,7 +22,7 @@ from pipelines.errors import ConfigError, ErrorCode
 from pipelines.request import Generation
 from tests.services.jobs.test_export_resume import StoppedError, contents, stop_at
 from tests.support.cli_kit import call
-from tests.support.export_kit import SAMPLE_RATE, Finished, run_all, wav
+from tests.support.export_kit import SAMPLE_RATE, Finished, export, run_all, wav
 from tests.support.golden_checkpoint import whole
 from tests.support.times import with_times
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from jobs.checks import Quality
-from jobs.export import export, parse_splits
+from jobs.export import parse_splits
 from jobs.export.folder_formats import one_line
 from jobs.ledger.records import JobSpec
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError
-from tests.support.export_kit import SAMPLE_RATE, Finished, datasets_library, finished_job
+from tests.support.export_kit import SAMPLE_RATE, Finished, datasets_library, export, finished_job
 
 TEXTS = [
     'He said: "No|yes".',

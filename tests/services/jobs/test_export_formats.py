@@ -12,12 +12,12 @@ import pytest
 import soundfile
 
 from jobs.console import exit_code
-from jobs.export import export, parse_splits
+from jobs.export import parse_splits
 from jobs.ledger.records import JobSpec
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.request import Generation
-from tests.support.export_kit import SAMPLE_RATE, Finished, finished_job
+from tests.support.export_kit import SAMPLE_RATE, Finished, export, finished_job
 
 IDS = ["b", "a", "a b", "fails", "a-1", "Ünder", "../x\n", "a" * 300]
 LINES: list[dict[str, Any]] = [

@@ -18,7 +18,7 @@ import soundfile
 from click.testing import CliRunner
 
 from jobs.cli import cli
-from jobs.export import export, parse_splits
+from jobs.export import parse_splits
 from jobs.export.items import AudioItem, audio_items
 from jobs.export.manifest import put_manifest
 from jobs.layout import item_key
@@ -26,7 +26,7 @@ from jobs.ledger.records import Artifact, Done
 from jobs.store import FolderStore, open_store
 from pipelines.errors import ConfigError, ErrorCode, NotFoundError, StoreError
 from tests.services.jobs.test_s3_store import access_of
-from tests.support.export_kit import Finished, finished_job
+from tests.support.export_kit import Finished, export, finished_job
 from tests.support.manifests import read_manifest
 from tests.support.services import MotoS3
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import soundfile
 
-from jobs.export import export, parse_splits
+from jobs.export import parse_splits
 from jobs.ledger.records import JobSpec
 from jobs.store import FolderStore
-from tests.support.export_kit import SAMPLE_RATE, Finished, finished_job
+from tests.support.export_kit import SAMPLE_RATE, Finished, export, finished_job
 
 IDS = [f"utterance {number}.x" for number in range(9)]
 LINES: list[dict[str, Any]] = [

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from jobs.checks import Quality
-from jobs.export import export
 from jobs.ledger.records import JobSpec
 from jobs.store import FolderStore
-from tests.support.export_kit import Finished, finished_job
+from tests.support.export_kit import Finished, export, finished_job
 
 LINES: list[dict[str, Any]] = [
     {

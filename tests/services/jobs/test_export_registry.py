@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from jobs.cli import cli
-from jobs.export import export, find_format, format_names, parse_splits
+from jobs.export import find_format, format_names, parse_splits
 from jobs.export.formats import BUILT_IN
 from jobs.settings import Schedule, Settings
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError, ErrorCode
-from tests.support.export_kit import Finished, finished_job
+from tests.support.export_kit import Finished, export, finished_job
 from worker.nightly import check_exports
 
 ROOT = Path(__file__).parents[3]

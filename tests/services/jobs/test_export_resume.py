@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 
-from jobs.export import export, parse_splits
+from jobs.export import parse_splits
 from jobs.export.items import Part
 from jobs.ledger.records import Artifact, Done, ItemState
 from jobs.provenance import provenance_key
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError, ErrorCode, StoreError
-from tests.support.export_kit import Finished, finished_job
+from tests.support.export_kit import Finished, export, finished_job
 
 LINES: list[dict[str, Any]] = [
     {"example_id": f"u{number}", "messages": [["user", "text", f"Text {number}"]]} for number in range(20)
@@ -345,10 +345,11 @@ def test_a_killed_export_goes_on(finished: Finished, dialogues: str | None) -> N
     run(finished, "webdataset", whole, dialogues=dialogues)
     code = (
         "import sys\n"
-        "from jobs.ledger import Ledger; from jobs.store import open_store; from jobs.export import export, parse_splits\n"
+        "from jobs.ledger import Ledger; from jobs.store import open_store; from jobs.export import StoredJob, export_jobs, parse_splits\n"
         "ledger, store, job, to = sys.argv[1:]\n"
         "def told(part): print(part.number, flush=True); sys.stdin.readline()\n"
-        "export(Ledger(ledger), open_store(store), job, 'webdataset', to,"
+        "ledger = Ledger(ledger)\n"
+        "export_jobs([StoredJob(ledger, open_store(store), ledger.job(job))], 'webdataset', to,"
         f" splits=parse_splits('train=0.7,dev=0.3'), part_bytes={PART}, on_part=told, dialogues={dialogues!r})"
     )
     arguments = [finished.ledger.url, str(finished.folder / "store"), finished.job_id, str(to)]

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from jobs.cli import main
-from jobs.export import export
 from jobs.ledger.records import QUARANTINE, JobSpec
 from jobs.provenance import ProvenanceWriter, model_provenance, provenance_key, put_provenance, read_records
 from jobs.repair import reproduce, sample_items, snr_db
@@ -23,7 +22,7 @@ from pipelines.errors import StoreError
 from pipelines.registry import ModelCard, open_pipeline, register_pipeline
 from pipelines.request import Capabilities, EngineInfo
 from tests.services.jobs.test_s3_store import access_of
-from tests.support.export_kit import Finished, finished_job
+from tests.support.export_kit import Finished, export, finished_job
 from tests.support.fakes import FakePipeline
 from tests.support.ledger_kit import execute
 from tests.support.services import MotoS3

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from jobs.dialogue import batch_dialogue
-from jobs.export import export
 from jobs.ingest import SubmitOptions, SubmitResult, dry_run, submit
 from jobs.ledger.records import JobSpec, RejectedLine
 from jobs.shard_file import read_shard
 from pipelines.errors import ErrorCode, InputError, ServiceError
 from pipelines.request import Generation
+from tests.support.export_kit import export
 from tests.support.fake_worker import fake_card
 from tests.support.worker_rig import Rig
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.export import export, format_names, parse_splits
+from jobs.export import format_names, parse_splits
 from jobs.export.formats import find_format
 from jobs.layout import pack_index_name, pack_key
 from jobs.ledger.records import JobSpec, JobState
@@ -24,7 +24,7 @@ from jobs.verify import Expected, Fault, ObjectCheck, expected_objects, listed_f
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 from pipelines.registry import describe, open_pipeline
 from tests.services.jobs.test_s3_store import access_of
-from tests.support.export_kit import Finished, finished_job, run_all
+from tests.support.export_kit import Finished, export, finished_job, run_all
 from tests.support.ledger_kit import execute
 from tests.support.manifests import newest_job_manifest, read_manifest
 from tests.support.services import S3

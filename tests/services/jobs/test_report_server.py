@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from jobs.checks import BASIC
-from jobs.export import export
 from jobs.export.manifest import renew_manifest
 from jobs.ledger.records import Decision, Job
 from jobs.recent_jobs import FoundJob
 from jobs.report.server import MAX_BYTES, ReportServer
 from tests.support.browser import Browser, require_browser
+from tests.support.export_kit import export
 from tests.support.report_kit import HOSTILE, ClippingPipeline, Desk, open_desk, read_page
 
 TEXTS = ["a good one", "[[clipped]] bad", f"[[clipped]] {HOSTILE}", "another", "[[fail:synth.nan]]"]

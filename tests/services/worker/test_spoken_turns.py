@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import soundfile
 
-from jobs.export import export
 from jobs.ingest import submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import ItemState, Job, JobSpec, NewShard
@@ -30,6 +29,7 @@ from pipelines.registry import register_pipeline
 from pipelines.request import Capabilities, Generation, Speech, SynthesisRequest
 from tests.support.checked_lines import line_checker
 from tests.support.cli_kit import call
+from tests.support.export_kit import export
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import SAMPLE_RATE, FakePipeline, spoken_text
 from tests.support.ledger_kit import new_job

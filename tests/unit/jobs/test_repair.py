@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from jobs.export import export
 from jobs.job_options import SubmitOptions
 from jobs.ledger.records import Job
 from jobs.repair import Repaired, repair_objects, reproduce
@@ -20,6 +19,7 @@ from jobs.verify import Fault, ObjectCheck, expected_objects, listed_faults
 from pipelines.errors import ErrorCode, InputError, StoreError
 from pipelines.registry import register_pipeline
 from pipelines.request import Speech, SynthesisRequest
+from tests.support.export_kit import export
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import SAMPLE_RATE, FakePipeline, sine
 from tests.support.ledger_kit import rows

@@ -18,7 +18,6 @@ import nightjar
 from jobs.checks import quality_of
 from jobs.codes import StoredCodes, read_codes
 from jobs.decode import CodedItem, decode, items_of_export, items_of_job
-from jobs.export import export
 from jobs.job_options import job_of
 from jobs.ledger.records import QUARANTINE, Artifact, ItemState, Job
 from jobs.packs import read_artifact
@@ -30,6 +29,7 @@ from jobs.where import parse_where
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 from pipelines.registry import register_pipeline
 from pipelines.request import CodecIdentity
+from tests.support.export_kit import export
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import CODEC, FRAME_SAMPLES, SAMPLE_RATE, FakeDecoder, FakePipeline, sine
 from tests.support.worker_rig import Build, Rig

@@ -21,7 +21,6 @@ import pytest
 
 import nightjar.job
 from jobs.checks import Quality
-from jobs.export import export
 from jobs.export.items import AudioItem
 from jobs.export.line_formats import ctm_lines, cues, srt, textgrid, vtt
 from jobs.export.manifest import put_manifest
@@ -32,6 +31,7 @@ from jobs.verify import ObjectCheck
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.registry import register_pipeline
 from pipelines.request import Capabilities, Speech, SynthesisRequest, Word
+from tests.support.export_kit import export
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import SAMPLE_RATE, FakePipeline, even_words, sine
 from tests.support.worker_rig import Build, Rig
