@@ -15,7 +15,6 @@ import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from kernels import toolchain
@@ -56,11 +55,6 @@ def file_name(name: str, target: str) -> str:
     return f"{name}-{target}-{digest}.{'ptx' if target.startswith('compute_') else 'cubin'}"
 
 
-def cache_folder() -> Path:
-    """Where compiled code is kept: `nightjar` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nightjar"
-
-
 def shipped() -> bool:
     """Whether this installation contains code of every source."""
     return all((SOURCES / file_name(name, target)).exists() for name, target in shipped_code())
@@ -73,7 +67,8 @@ def candidates(name: str, capability: tuple[int, int]) -> Iterator[bytes]:
     compiler. Raises RuntimeError with the compilers' messages if none is left.
     """
     target = target_for(capability)
-    kept = cache_folder() / file_name(name, target)
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    kept = user / "nightjar" / file_name(name, target)
     before = _read(kept) if _is_own(kept.parent) else None
     for code in (_read(SOURCES / kept.name), before, _read(SOURCES / file_name(name, NEWER))):
         if code is not None:
@@ -85,7 +80,9 @@ def _compiled(name: str, target: str, kept: Path, before: bytes | None) -> bytes
     """Compiles code and caches it. If two processes need the same code, one compiles it and the other waits."""
     try:
         kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _alone(kept.with_suffix(".lock")):
+        with kept.with_suffix(".lock").open("w") as lock:
+            # The operating system releases it when the process dies.
+            fcntl.flock(lock, fcntl.LOCK_EX)
             now = _read(kept)
             if now is not None and now != before and _is_own(kept.parent):
                 return now
@@ -137,14 +134,6 @@ def _read(path: Path) -> bytes | None:
         return path.read_bytes()
     except OSError:
         return None
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Holds a file's lock, which the operating system releases when the process dies."""
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def write_shipped(folder: Path) -> list[Path]:

@@ -279,11 +279,7 @@ def depthwise_norm_kernel(
     )
 
 
-def _product_fits(x: Tensor, weight: Tensor, *_: object) -> bool:
-    return x.dtype == torch.bfloat16 and len(weight) % 16 == 0
-
-
-@on_gpu("codec_product", _product_fits)
+@on_gpu("codec_product", lambda _, weight, *__: len(weight) % 16 == 0)
 def product(
     x: Tensor,
     weight: Tensor,
@@ -321,7 +317,7 @@ def _scales(x: Tensor, rows: int, depth: int, eps: float) -> Tensor:
 def _attention_fits(qkv: Tensor, *rest: object) -> bool:
     *_, heads, kv_heads, window = rest
     dim = qkv.shape[2] // (heads + 2 * kv_heads)
-    return qkv.dtype == torch.bfloat16 and dim >= 32 and dim & (dim - 1) == 0 and window > 1
+    return dim >= 32 and dim & (dim - 1) == 0 and window > 1
 
 
 @on_gpu("codec_window_attention", _attention_fits)
@@ -356,11 +352,7 @@ def window_attention(
     return out
 
 
-def _depthwise_fits(x: Tensor, *_: object) -> bool:
-    return x.dtype == torch.bfloat16
-
-
-@on_gpu("codec_depthwise_norm", _depthwise_fits)
+@on_gpu("codec_depthwise_norm")
 def depthwise_norm(x: Tensor, history: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """`codec_depthwise_norm`."""
     rows, steps, channels = x.shape

@@ -207,7 +207,7 @@ def unit(
 
 
 def _head_fits(a: Tensor, lead: int, weight: Tensor, bias: Tensor, **_: Tensor | None) -> bool:
-    return a.dtype == torch.bfloat16 and _depth(a.shape[2]) is not None and len(weight) <= HEAD_TAPS
+    return _depth(a.shape[2]) is not None and len(weight) <= HEAD_TAPS
 
 
 @on_gpu("codec_head", _head_fits)

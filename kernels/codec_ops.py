@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, gelu, layer_norm, linear, pad, silu
 
+from kernels.layers import rope
 from kernels.registry import op
 
 
@@ -308,7 +309,8 @@ def codec_window_attention(
     dim = width // (heads + 2 * kv_heads)
     earlier = 0
     queries, keys, values = qkv.float().view(rows, steps, -1, dim).split((heads, kv_heads, kv_heads), dim=2)
-    queries, keys = (_rotated(one, cosine, sine).to(qkv.dtype).float() for one in (queries, keys))
+    angles = torch.cat((cosine, sine), dim=-1)
+    queries, keys = (rope(one, angles).to(qkv.dtype).float() for one in (queries, keys))
     if past is not None and kept is not None and positions is not None:
         earlier = window - 1
         before = past.float().view(rows, earlier, 2, kv_heads, dim)
@@ -328,14 +330,6 @@ def codec_window_attention(
         .reshape(rows, steps, -1)
         .to(qkv.dtype)
     )
-
-
-def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary embedding. x: [B, T, heads, D]; cosine, sine: [B or 1, T, D / 2]."""
-    first, second = x.chunk(2, dim=-1)
-    cosine = cosine.unsqueeze(2)
-    sine = sine.unsqueeze(2)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
 @op("codec_depthwise_norm(Tensor x, Tensor? history, Tensor weight, Tensor bias, float eps) -> Tensor")

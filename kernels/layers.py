@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.frame import Layer, StackTensors
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension with the rounding of the published model: computed in float32, rounded to
@@ -37,30 +39,28 @@ def rope_table(
 def rope(x: Tensor, table: Tensor, wide: bool = False) -> Tensor:
     """Rotary embedding: rotates the two halves of every head. `wide`: computes in float32 and rounds once.
 
-    x: [n, heads, head_dim]; table: [n, head_dim], the rows of `rope_table` for each token.
+    x: [..., heads, head_dim]; table: [..., head_dim], the rows of `rope_table` for each token.
     """
     kind = x.dtype
     if wide:
         x = x.float()
         table = table.float()
-    cos, sin = table[:, None].chunk(2, dim=-1)
+    cos, sin = table.unsqueeze(-2).chunk(2, dim=-1)
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(kind)
 
 
 def qk_norm_rope_append(
     qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
+    layer: Layer,
+    stack: StackTensors,
     angles: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     pages: Tensor,
     offsets: Tensor,
-    wide_rope: bool = False,
 ) -> Tensor:
-    """Normalizes (if there are weights) and rotates the heads of packed projections, writes keys and values into
+    """Normalizes (if the layer of the stack has norms) and rotates the heads of packed projections, writes keys and values into
     their pages, and returns the queries.
 
     qkv: [n, (heads + 2 * kv_heads) * head_dim]; angles: [n, head_dim], the rows of `rope_table` at their
@@ -71,9 +71,9 @@ def qk_norm_rope_append(
     head_dim = k_cache.shape[3]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-    if q_weight is not None and k_weight is not None:
-        q = rms_norm(q, q_weight, eps)
-        k = rms_norm(k, k_weight, eps)
-    k_cache[pages, :, offsets] = rope(k, angles, wide_rope)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q = rms_norm(q, layer.q_norm, stack.eps)
+        k = rms_norm(k, layer.k_norm, stack.eps)
+    k_cache[pages, :, offsets] = rope(k, angles, stack.wide_rope)
     v_cache[pages, :, offsets] = v
-    return rope(q, angles, wide_rope)
+    return rope(q, angles, stack.wide_rope)

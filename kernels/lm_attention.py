@@ -1,8 +1,8 @@
 """Triton kernels of attention. In decoding, one kernel computes norm and rotary embedding of the new heads,
 appends keys and values, and attends to all positions. In prefill, one kernel attends over packed prompts.
 
-The kernels round at the same places as `kernels.layers`. If a model has no norms of the heads, their weights are
-None. `pdl` is as in `kernels.lm_triton`. The launch for packed prompts reads no lengths, positions or pages on the
+The kernels round at the same places as `kernels.layers`. Those of a layer of a stack have its norms of the heads, if
+there are any, and its rotary embedding. `pdl` is as in `kernels.lm_triton`. The launch for packed prompts reads no lengths, positions or pages on the
 host, so a captured launch works for any of them.
 """
 
@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention import PackedPrompts
+from kernels.frame import Layer, StackTensors
 from kernels.lm_triton import gdc_launch_dependents, gdc_wait, normed_rope, rotated
 from kernels.triton_launch import pdl_options
 
@@ -187,11 +188,10 @@ class SplitScratch:
 
 
 def decode_attention(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, rope_table: Tensor, k_cache: Tensor, v_cache: Tensor,
-    page_table: Tensor, positions: Tensor, slots: Tensor, scale: float, out: Tensor, scratch: SplitScratch,
-    splits: int = 1, block: int = 64, warps: int = 4, stages: int = 3, pdl: bool = False, wide_rope: bool = False,
+    qkv: Tensor, layer: Layer, stack: StackTensors, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, positions: Tensor, slots: Tensor,
+    out: Tensor, scratch: SplitScratch, tile: AttentionTile, splits: int = 1, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Computes norm (if there are weights) and rotary embedding of queries and keys, appends the new key and value,
+    """Computes norm (if the layer has norms) and rotary embedding of queries and keys, appends the new key and value,
     and attends over the row's pages, including the new position.
 
     qkv: [rows, (heads + 2 * kv_heads) * head_dim]; k_cache, v_cache: [pages, kv_heads, page_size,
@@ -207,10 +207,10 @@ def decode_attention(
     heads = out.shape[1] // head_dim
     precision = "ieee" if qkv.dtype == torch.float32 else "tf32"
     _decode_attention[(kv_heads, qkv.shape[0], splits)](
-        qkv, q_weight, k_weight, rope_table, k_cache, v_cache, page_table, positions, slots, out,
-        scratch.partial, scratch.state, scratch.arrivals, eps, scale, k_cache.stride(0), k_cache.stride(1), page_table.shape[1],
-        heads, kv_heads, head_dim, page_size, block, splits, precision, pdl, wide_rope, num_warps=warps, num_stages=stages,
-        **pdl_options(pdl),
+        qkv, layer.q_norm, layer.k_norm, stack.rope_table, k_cache, v_cache, page_table, positions, slots, out,
+        scratch.partial, scratch.state, scratch.arrivals, stack.eps, stack.scale, k_cache.stride(0), k_cache.stride(1), page_table.shape[1],
+        heads, kv_heads, head_dim, page_size, tile.block, splits, precision, pdl, stack.wide_rope, num_warps=tile.warps,
+        num_stages=tile.stages, **pdl_options(pdl),
     )  # fmt: skip
     return out
 
@@ -277,10 +277,9 @@ def _predictor_attention(
 
 
 def predictor_attention(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, rope_table: Tensor, k_cache: Tensor, v_cache: Tensor,
-    position: int, scale: float, out: Tensor, warps: int = 1, pdl: bool = False, wide_rope: bool = False,
+    qkv: Tensor, layer: Layer, stack: StackTensors, k_cache: Tensor, v_cache: Tensor, position: int, out: Tensor, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attention of the depth (the code predictor) over the positions of one frame, with norm (if there are weights)
+    """Attention of the depth (the code predictor) over the positions of one frame, with norm (if the layer has norms)
     and rotary embedding of queries and keys, and the append of the new ones.
 
     qkv: [rows, ...] for one token per row at `position` >= 2; or, with `position` 0, [2 * rows, ...] for the
@@ -291,8 +290,8 @@ def predictor_attention(
     rows = min(rows, qkv.shape[0] // 2 if position == 0 else qkv.shape[0])
     heads = out.shape[1] // head_dim
     _predictor_attention[(rows, kv_heads)](
-        qkv, q_weight, k_weight, rope_table, k_cache, v_cache, out, rows, position, eps, scale,
-        heads, kv_heads, head_dim, span, position == 0, pdl, wide_rope, num_warps=warps, **pdl_options(pdl),
+        qkv, layer.q_norm, layer.k_norm, stack.rope_table, k_cache, v_cache, out, rows, position, stack.eps, stack.scale,
+        heads, kv_heads, head_dim, span, position == 0, pdl, stack.wide_rope, num_warps=1, **pdl_options(pdl),
     )  # fmt: skip
     return out
 

@@ -14,12 +14,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kernels.cuda_driver import Source, addresses, fields
-from kernels.frame import FrameTensors
+from kernels.frame import FrameTensors, Layer, StackTensors
 
 #: What a product does with its sums: nothing, add a residual, SwiGLU, or add a bias.
 PLAIN, RESIDUAL, SWIGLU, BIAS = range(4)
-#: Which codebook of a frame a launch draws: the first, one in between, or the last.
-FIRST, MIDDLE, LAST = range(3)
+#: Which codebook of a frame a launch draws: the first, one in between, the last, or the only one (in Triton alone).
+FIRST, MIDDLE, LAST, ONLY = range(4)
 
 
 class Partition(NamedTuple):
@@ -144,11 +144,6 @@ def known_to_cuda(weights: FrameTensors) -> bool:
     return plain and normed and not any(stack.wide_rope for stack in weights.stacks)
 
 
-def has_skinny(inner: int, normed: bool, epilogue: int) -> bool:
-    """Whether the skinny kernel supports this shape."""
-    return (inner, normed, epilogue) in TILE_CONFIGS
-
-
 def skinny(
     x: Tensor,
     weight: Tensor,
@@ -200,8 +195,7 @@ def has_predictor_attention(heads: int, kv_heads: int, span: int, head_dim: int)
 
 
 def predictor_attention(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, rope_table: Tensor, k_cache: Tensor, v_cache: Tensor,
-    position: int, scale: float, out: Tensor, pdl: bool = True,
+    qkv: Tensor, layer: Layer, stack: StackTensors, k_cache: Tensor, v_cache: Tensor, position: int, out: Tensor, pdl: bool = True,
 ) -> Tensor:  # fmt: skip
     """`kernels.lm_attention.predictor_attention` for one token per row at `position` 1 to 15, in bfloat16, with
     normalized heads of size 128 and two query heads per kv head."""
@@ -209,8 +203,9 @@ def predictor_attention(
         raise RuntimeError(f"Predictor attention has no position {position}.")
     rows = qkv.shape[0]
     kv_heads = k_cache.shape[1]
-    pointers = (c_void_p * 7)(*addresses(qkv, q_weight, k_weight, rope_table, k_cache, v_cache, out))
-    arguments = AttentionArguments(pointers, rows, kv_heads, position, eps, scale)
+    tensors = qkv, layer.q_norm, layer.k_norm, stack.rope_table, k_cache, v_cache, out
+    pointers = (c_void_p * 7)(*addresses(*tensors))
+    arguments = AttentionArguments(pointers, rows, kv_heads, position, stack.eps, stack.scale)
     grid = (min(-(-rows // _ATTENTION_WARPS), max(1, ATTENTION_BLOCKS // kv_heads)), kv_heads)
     kernel = f"predictor_attention_{(position + 1) // 2}"
     ATTENTION.launch(kernel, grid, _ATTENTION_WARPS * 32, arguments, qkv.device.index, programmatic=pdl)

@@ -27,10 +27,20 @@ from kernels.frame import (
     fused_fault,
 )
 from kernels.lm_attention import SplitScratch, attention_tile, decode_attention, predictor_attention
-from kernels.lm_cuda import BIAS, PLAIN, RESIDUAL, SWIGLU, known_to_cuda
+from kernels.lm_cuda import (
+    BIAS,
+    FIRST,
+    LAST,
+    MIDDLE,
+    ONLY,
+    PLAIN,
+    RESIDUAL,
+    SWIGLU,
+    known_to_cuda,
+)
 from kernels.lm_persistent import PredictorRun, Talker, TalkerRun
 from kernels.lm_products import Norm
-from kernels.lm_sampler import FIRST, LAST, MIDDLE, ONLY, draw
+from kernels.lm_sampler import draw
 from kernels.lm_triton import add_norm, swiglu
 
 
@@ -66,7 +76,7 @@ def runs_cuda(weights: FrameTensors, k_cache: Tensor) -> bool:
         shapes += normed + [(matrix.shape[1], False, RESIDUAL) for matrix in _added_matrices(stack)]
     if weights.depth is not None and weights.depth.project is not None:
         shapes.append((weights.depth.project[0].shape[1], False, BIAS))
-    return all(lm_cuda.has_skinny(*shape) for shape in shapes) and _have(k_cache, *lm_cuda.SOURCES)
+    return all(shape in lm_cuda.TILE_CONFIGS for shape in shapes) and _have(k_cache, *lm_cuda.SOURCES)
 
 
 def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
@@ -165,7 +175,7 @@ class FusedFrame:
         )
         if self._products:
             self._weighted = empty(rows * width)
-            self._squares = torch.empty(rows * self._parts(width), device=device, dtype=torch.float32)
+            self._squares = torch.empty(rows * width // lm_products.PIECE, device=device, dtype=torch.float32)
         codes = max(weights.head.shape[0], 0 if depth is None else depth.heads.shape[1])
         self.logits = empty(max_rows * codes)
         self._finite = torch.empty(max_rows, device=device, dtype=torch.int32)
@@ -215,7 +225,11 @@ class FusedFrame:
             self.draw_codebook(ONLY, 0, logits, rows, codes, flags)
             return
         if depth.project is not None:
-            self._project(*depth.project, self.hidden[:n], self._x[1][:n])
+            weight, bias = depth.project
+            if self._skinny:
+                self._thin(self.hidden[:n], weight, self._x[1][:n], epilogue=BIAS, extra=bias)
+            else:
+                torch.addmm(bias, self.hidden[:n], weight.t(), out=self._x[1][:n])
         self.draw_codebook(FIRST, 0, logits, rows, codes, flags)
         self._later_codebooks(depth, rows, codes, flags)
 
@@ -235,18 +249,9 @@ class FusedFrame:
             position = step + 1 if step else 0
 
             def attend(layer: int, qkv: Tensor, out: Tensor, position: int = position) -> None:
-                tensors = (self._past[0, layer, :n], self._past[1, layer, :n], position, stack.scale, out)
-                ahead = (
-                    qkv,
-                    stack.layers[layer].q_norm,
-                    stack.layers[layer].k_norm,
-                    stack.eps,
-                    stack.rope_table,
-                )
-                if self._fast and position:
-                    lm_cuda.predictor_attention(*ahead, *tensors, pdl=self.plan.pdl)
-                else:
-                    predictor_attention(*ahead, *tensors, pdl=self.plan.pdl, wide_rope=stack.wide_rope)
+                kernel = lm_cuda.predictor_attention if self._fast and position else predictor_attention
+                keys, values = self._past[:, layer, :n]
+                kernel(qkv, stack.layers[layer], stack, keys, values, position, out, pdl=self.plan.pdl)
 
             self._stack(stack, x[: 2 * n] if first else x[:n], attend, keep=n if first else 0)
             logits = self._head(stack, x[n : 2 * n] if first else x[:n], depth.heads[step])
@@ -289,8 +294,8 @@ class FusedFrame:
             self._thin(x, layer.gate_up, act, norm=layer.post_norm, eps=eps, epilogue=SWIGLU)
             self._thin(act, layer.down, x, epilogue=RESIDUAL, extra=x)
         elif self._products:
-            parts = self._parts(stack.hidden)
-            norm = Norm(_rows(self._weighted, *x.shape), _rows(self._squares, len(x), parts), eps)
+            parts = _rows(self._squares, len(x), stack.hidden // lm_products.PIECE)
+            norm = Norm(_rows(self._weighted, *x.shape), parts, eps)
             self._wide(mixed, layer.o, x, epilogue=RESIDUAL, extra=x, norm=layer.post_norm, into=norm)
             self._wide(norm, layer.gate_up, act, epilogue=SWIGLU)
             next_norm = {} if following is None else {"norm": following.input_norm, "into": norm}
@@ -340,10 +345,6 @@ class FusedFrame:
             both = torch.mm(normed, layer.gate_up.t(), out=_rows(self._gate_up, len(x), len(layer.gate_up)))
             swiglu(both, act, pdl=self.plan.pdl)
 
-    def _parts(self, width: int) -> int:
-        """Number of sums of squares that a norm between two products has for a row of this width."""
-        return -(-width // lm_products.PIECE)
-
     def _head(self, stack: StackTensors, x: Tensor, head: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Logits [rows, codes] from the final norm of x, which is also written into `hidden` if that is given."""
         logits = _rows(self.logits, len(x), len(head))
@@ -351,12 +352,6 @@ class FusedFrame:
             return self._thin(x, head, logits, norm=stack.norm, eps=stack.eps, normed=hidden)
         normed = self._added_norm(x, stack.norm, stack.eps, hidden)
         return self._wide(normed, head, logits) if self._products else torch.mm(normed, head.t(), out=logits)
-
-    def _project(self, weight: Tensor, bias: Tensor, hidden: Tensor, x: Tensor) -> None:
-        if self._skinny:
-            self._thin(hidden, weight, x, epilogue=BIAS, extra=bias)
-        else:
-            torch.addmm(bias, hidden, weight.t(), out=x)
 
     def _thin(self, x: Tensor, weight: Tensor, y: Tensor, **options) -> Tensor:
         late = len(x) > 16 and "norm" not in options  # faster in measurements if there are many activations
@@ -370,14 +365,10 @@ class FusedFrame:
     def _attend(self, layer: int, qkv: Tensor, rows: Tensor, out: Tensor) -> None:
         stack = self.weights.backbone
         state = self.state
-        plan = self.plan
-        tile = self._tile
         splits = next(splits for limit, splits in self._splits if len(rows) <= limit)
         decode_attention(
-            qkv, stack.layers[layer].q_norm, stack.layers[layer].k_norm, stack.eps, stack.rope_table, self._keys[layer],
-            self._values[layer], state.page_table, state.positions, rows, stack.scale, out, self._scratch,
-            splits=splits, block=tile.block, warps=tile.warps, stages=tile.stages, pdl=plan.pdl,
-            wide_rope=stack.wide_rope,
+            qkv, stack.layers[layer], stack, self._keys[layer], self._values[layer], state.page_table, state.positions, rows, out,
+            self._scratch, self._tile, splits, self.plan.pdl,
         )  # fmt: skip
 
     def draw_codebook(

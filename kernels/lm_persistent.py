@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.cuda_driver import Source, addresses, fields, index_of
-from kernels.frame import DepthTensors, FrameTensors, Layer, StackTensors, StateTensors
+from kernels.frame import FrameTensors, Layer, StackTensors, StateTensors
 from kernels.lm_cuda import known_to_cuda
 
 #: The sources in `kernels/cuda`: of the predictor, of the talker, and of the kernels that a `Trial` needs.
@@ -191,14 +191,6 @@ def packed_layers(stack: StackTensors, config: TileConfig) -> Tensor:
     return packed.flatten(1, 2)
 
 
-def packed_weights(depth: DepthTensors, config: TileConfig) -> Tensor:
-    """Packs all matrices of the predictor, [blocks, chunks, elements of a chunk]: first those of the layers, then
-    the heads."""
-    return torch.cat(
-        [packed_layers(depth.stack, config), *(_tiles(head, config) for head in depth.heads)], dim=1
-    )
-
-
 def packed_norms(stack: StackTensors, config: TileConfig) -> Tensor:
     """The concatenated weights of all norms. Those of the norms of the state are padded to a multiple of 32 values
     per warp."""
@@ -270,7 +262,10 @@ class Predictor:
         self.frame = weights
         self.depth = depth
         self.config = config
-        self.weights = packed_weights(depth, config)
+        #: [blocks, chunks, elements of a chunk]: the matrices of the layers, then the heads.
+        self.weights = torch.cat(
+            [packed_layers(depth.stack, config), *(_tiles(head, config) for head in depth.heads)], dim=1
+        )
         self.norms = packed_norms(depth.stack, config)
 
 

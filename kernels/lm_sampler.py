@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.frame import DrawRules, Feedback
+from kernels.lm_cuda import LAST, MIDDLE
 from kernels.lm_triton import gdc_launch_dependents, gdc_wait
 from kernels.sampler import RETRY_TEMPERATURE, RETRY_TOP_P
 from kernels.triton_launch import pdl_options, power_from
@@ -26,15 +27,8 @@ _GRID = tl.constexpr(float(1 << 30))
 _WHOLE = tl.constexpr(float(1 << 23))
 _RETRY_TEMPERATURE = tl.constexpr(RETRY_TEMPERATURE)
 _RETRY_TOP_P = tl.constexpr(RETRY_TOP_P)
-#: Which codebook of a frame a launch draws: the first, one in between, the last, or the only one.
-FIRST = 0
-MIDDLE = 1
-LAST = 2
-ONLY = 3
 #: The text embedding in the next input: none, indexed by the request's text id, or indexed by code 0.
-_NO_TEXT = 0
-_TEXT_BY_ID = 1
-_TEXT_BY_CODE = 2
+_NO_TEXT, _TEXT_BY_ID, _TEXT_BY_CODE = range(3)
 
 
 @triton.jit
@@ -324,15 +318,11 @@ def draw(
     starts = pointers[8]
     count, vocab, _, _, width, talker = numbers[3:9]
     by = _NO_TEXT if feedback.text is None else _TEXT_BY_CODE if feedback.text_by_code else _TEXT_BY_ID
+    # A thread has up to 32 codes of a row, so that nearly all of them stay in registers.
+    warps = min(32, max(4, 1 << ((vocab - 1) // 1024).bit_length()))
     half = stage in (MIDDLE, LAST) and logits.dtype == torch.bfloat16
     draw_code[(count,)](
         *pointers, None if feedback.starts is starts else feedback.starts, recent if rules.window else None, *numbers, stage,
         power_from(vocab), power_from(max(width, talker)), half, pdl, rules.ends[1] if len(rules.ends) > 1 else -1, rules.nucleus_first,
-        rules.window, power_from(max(rules.window, 1)), by, feedback.scale, num_warps=_warps(vocab), **pdl_options(pdl),
+        rules.window, power_from(max(rules.window, 1)), by, feedback.scale, num_warps=warps, **pdl_options(pdl),
     )  # fmt: skip
-
-
-def _warps(vocab: int) -> int:
-    """Number of warps that share the codes of a row. A thread has up to 32 codes, so that nearly all of them stay in
-    registers."""
-    return min(32, max(4, 1 << ((vocab - 1) // 1024).bit_length()))

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.frame import Layer, StackTensors
 from kernels.triton_launch import pdl_options
 
 # ruff: noqa: N803
@@ -186,15 +187,23 @@ def _norm_rope_append(
 
 
 def norm_rope_append(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, rope_table: Tensor, positions: Tensor, k_cache: Tensor,
-    v_cache: Tensor, pages: Tensor, offsets: Tensor, out: Tensor, wide_rope: bool = False,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor,
+    layer: Layer,
+    stack: StackTensors,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pages: Tensor,
+    offsets: Tensor,
+    out: Tensor,
+) -> Tensor:
     """`qk_norm_rope_append`, which writes the queries into `out` [n, heads, head_dim]. qkv and the caches are
     contiguous, and head_dim is a power of two."""
     _, kv_heads, page_size, head_dim = k_cache.shape
     rows, heads, _ = out.shape
     _norm_rope_append[(rows,)](
-        qkv, q_weight, k_weight, rope_table, positions, pages, offsets, out, k_cache, v_cache, eps, kv_heads * page_size * head_dim,
-        page_size * head_dim, heads, kv_heads, head_dim, triton.next_power_of_2(heads + 2 * kv_heads), wide_rope, num_warps=4,
+        qkv, layer.q_norm, layer.k_norm, stack.rope_table, positions, pages, offsets, out, k_cache, v_cache, stack.eps,
+        kv_heads * page_size * head_dim, page_size * head_dim, heads, kv_heads, head_dim, triton.next_power_of_2(heads + 2 * kv_heads),
+        stack.wide_rope, num_warps=4,
     )  # fmt: skip
     return out

@@ -85,10 +85,7 @@ def _write(
     for index, layer in enumerate(stack.layers):
         add_norm(x, None, layer.input_norm, stack.eps, normed)
         packed = linear(normed, layer.qkv, layer.qkv_bias)
-        norm_rope_append(
-            packed, layer.q_norm, layer.k_norm, stack.eps, stack.rope_table, positions, k_cache[index], v_cache[index], held, offsets, q,
-            stack.wide_rope,
-        )  # fmt: skip
+        norm_rope_append(packed, layer, stack, positions, k_cache[index], v_cache[index], held, offsets, q)
         if index == len(stack.layers) - 1:
             return
         x.addmm_(attend(index, q), layer.o.t())

@@ -67,9 +67,7 @@ def run_stack(
     angles = stack.rope_table[positions]
     for index, layer in enumerate(stack.layers):
         packed = linear(rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
-        q = qk_norm_rope_append(
-            packed, layer.q_norm, layer.k_norm, eps, angles, k_cache[index], v_cache[index], pages, offsets, stack.wide_rope
-        )  # fmt: skip
+        q = qk_norm_rope_append(packed, layer, stack, angles, k_cache[index], v_cache[index], pages, offsets)
         if keys_only_at_the_end and index == len(stack.layers) - 1:
             break
         mixed = attend(q, k_cache[index], v_cache[index], scale=stack.scale)

@@ -41,13 +41,16 @@ def op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return register
 
 
-def on_gpu(name: str, fits: Callable[..., bool]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def on_gpu(
+    name: str, fits: Callable[..., bool] = lambda *_: True
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Registers the decorated function as the op's launch on CUDA devices. It runs for arguments that `fits`
-    accepts; for all others the twin runs."""
+    accepts, of which the first is bfloat16; for all others the twin runs."""
 
     def register(launch: Callable[P, R]) -> Callable[P, R]:
         def run(*args: Any, **kwargs: Any) -> object:
-            return (launch if fits(*args, **kwargs) else TWINS[name])(*args, **kwargs)
+            launched = args[0].dtype == torch.bfloat16 and fits(*args, **kwargs)
+            return (launch if launched else TWINS[name])(*args, **kwargs)
 
         LIBRARY.impl(name, run, "CUDA")
         return launch

@@ -19,10 +19,16 @@ from benchmarks.checkpoint import dummy_model
 from kernels import layers, lm_frame, lm_products
 from kernels.frame import StateTensors, fused_fault
 from kernels.layers import qk_norm_rope_append, rope_table, swiglu
-from kernels.lm_attention import SplitScratch, attention_tile, decode_attention, predictor_attention
+from kernels.lm_attention import (
+    AttentionTile,
+    SplitScratch,
+    attention_tile,
+    decode_attention,
+    predictor_attention,
+)
+from kernels.lm_cuda import FIRST, ONLY
 from kernels.lm_frame import FusedFrame, Plan, known_to_cuda, plan_for
 from kernels.lm_products import Norm
-from kernels.lm_sampler import FIRST, ONLY
 from kernels.sampler import (
     RETRY_TEMPERATURE,
     RETRY_TOP_P,
@@ -36,6 +42,7 @@ from kernels.sampler import (
 )
 from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS
 from tests.support import lm_checks
+from tests.support.attention_layers import attention_layer
 from tests.support.lm_tensors import (
     FISH,
     LARGE,
@@ -61,6 +68,7 @@ pytestmark = [
 PLAN, BATCH, LONGEST = (
     (Plan(splits=((99, 2),), pdl=False), 3, 40) if INTERPRETED else (Plan(splits=((99, 2),)), 29, 200)
 )
+
 TINY_TALKER = dataclasses.replace(TINY, layers=1, predictor_layers=1, codebooks=3)
 #: Few codes, so that many were drawn a moment ago.
 REPEATING = dataclasses.replace(TINY_FISH, layers=1, vocab=32, control=16, window=10)
@@ -404,7 +412,7 @@ def test_heads_are_rounded_where_the_twin_rounds_them(wide_rope: bool, normed: b
 
     def wanted(at: Tensor, wide: bool) -> Tensor:
         k, v = (torch.zeros(rows, kv_heads, 16, size, device=DEVICE, dtype=torch.float16) for _ in range(2))
-        qk_norm_rope_append(qkv, *norms, 1e-6, table[at], k, v, slots, at % 16, wide)
+        qk_norm_rope_append(qkv, *attention_layer(norms, table, wide), table[at], k, v, slots, at % 16)
         return k
 
     def differ(found: Tensor, at: Tensor, wide: bool) -> float:
@@ -415,15 +423,15 @@ def test_heads_are_rounded_where_the_twin_rounds_them(wide_rope: bool, normed: b
         torch.zeros(rows, kv_heads, 16, size, device=DEVICE, dtype=torch.float16) for _ in range(2)
     )
     decode_attention(
-        qkv, *norms, 1e-6, table, keys, values, slots[:, None], positions, slots, size**-0.5, out,
-        SplitScratch(rows * kv_heads, 1, heads // kv_heads, size, out.device), block=16, wide_rope=wide_rope,
+        qkv, *attention_layer(norms, table, wide_rope), keys, values, slots[:, None], positions, slots, out,
+        SplitScratch(rows * kv_heads, 1, heads // kv_heads, size, out.device), AttentionTile(16, 4, 3, ()),
     )  # fmt: skip
     assert differ(keys, positions, wide_rope) <= 0.01
     assert differ(keys, positions, not wide_rope) > 0.05
     keys, values = (
         torch.zeros(rows, kv_heads, 16, size, device=DEVICE, dtype=torch.float16) for _ in range(2)
     )
-    predictor_attention(qkv, *norms, 1e-6, table, keys, values, 5, size**-0.5, out, wide_rope=wide_rope)
+    predictor_attention(qkv, *attention_layer(norms, table, wide_rope), keys, values, 5, out)
     fifth = torch.full_like(positions, 5)
     assert differ(keys, fifth, wide_rope) <= 0.01
     assert differ(keys, fifth, not wide_rope) > 0.05

@@ -26,6 +26,7 @@ from pipelines.engine.executor import EngineOptions, FrameModel, PrefillRun
 from pipelines.engine.opening import graph_executor
 from pipelines.engine.prefill import PaddedPrefills
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV
+from tests.support.attention_layers import attention_layer
 from tests.support.lm_tensors import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
 from tests.support.prefill_twins import attend_packed, padded_twin
 
@@ -81,10 +82,12 @@ def test_norm_rope_append(
     )
     out = torch.empty(rows, heads, head_dim, device=DEVICE, dtype=dtype)
     where = cells // PAGE, cells % PAGE
-    norm_rope_append(qkv, *norms, 1e-6, table, positions, *found, *where, out, wide_rope)
-    plain = qk_norm_rope_append(qkv, *norms, 1e-6, table[positions], *wanted, *where, wide_rope)
+    layer, stack = attention_layer(norms, table, wide_rope)
+    norm_rope_append(qkv, layer, stack, positions, *found, *where, out)
+    plain = qk_norm_rope_append(qkv, layer, stack, table[positions], *wanted, *where)
     widened = [None if norm is None else norm.float() for norm in norms]
-    wide = qk_norm_rope_append(qkv.float(), *widened, 1e-6, table[positions].float(), *exact, *where)
+    exactly = attention_layer(widened, table)
+    wide = qk_norm_rope_append(qkv.float(), *exactly, table[positions].float(), *exact, *where)
     assert torch.equal(found[1], wanted[1])
     for mine, theirs, real in ((out, plain, wide), (found[0], wanted[0], exact[0])):
         if dtype == torch.float32:
@@ -105,9 +108,10 @@ def test_heads_are_rounded_where_the_twin_rounds_them(wide_rope: bool) -> None:
     at, page = torch.arange(rows, device=DEVICE) + 3, torch.zeros(rows, dtype=torch.int64, device=DEVICE)
     caches = [torch.zeros(1, kv_heads, 16, size, device=DEVICE, dtype=torch.float16) for _ in range(6)]
     out = torch.empty(rows, 2, size, device=DEVICE, dtype=torch.float16)
-    norm_rope_append(qkv, None, None, 1e-6, table, at, *caches[:2], page, at, out, wide_rope)
+    norm_rope_append(qkv, *attention_layer((None, None), table, wide_rope), at, *caches[:2], page, at, out)
     for wide, held in ((wide_rope, caches[2:4]), (not wide_rope, caches[4:])):
-        q = qk_norm_rope_append(qkv, None, None, 1e-6, table[at], *held, page, at, wide)
+        layer = attention_layer((None, None), table, wide)
+        q = qk_norm_rope_append(qkv, *layer, table[at], *held, page, at)
         for mine, theirs in ((out, q), (caches[0][:, :, 3:9], held[0][:, :, 3:9])):
             share = float((mine != theirs).float().mean())
             assert share <= 0.01 if wide == wide_rope else share > 0.05

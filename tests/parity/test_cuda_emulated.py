@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from kernels import lm_cuda
 from kernels.layers import rms_norm, rope, rope_table, swiglu
+from tests.support.attention_layers import attention_layer
 from tests.support.cuda_emulated import KernelError, choose_order, guarded
 from tests.support.fake_gpus import FakeGpus
 
@@ -185,10 +186,14 @@ class Attention:
         for position in positions:
             made.append(
                 lm_cuda.predictor_attention(
-                    guarded(self.qkv[position][rows]), self.q_norm, self.k_norm, EPS, self.table, cache[0], cache[1], position, 128**-0.5,
+                    guarded(self.qkv[position][rows]),
+                    *attention_layer((self.q_norm, self.k_norm), self.table),
+                    cache[0],
+                    cache[1],
+                    position,
                     unwritten(count, 2 * self.kv_heads * 128),
                 )
-            )  # fmt: skip
+            )
         return made, cache
 
 

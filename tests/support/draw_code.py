@@ -29,8 +29,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels import lm_sampler
+from kernels.lm_cuda import FIRST, LAST, MIDDLE, ONLY
 from kernels.lm_frame import FusedFrame, plan_for
-from kernels.lm_sampler import FIRST, LAST, MIDDLE, ONLY
 from tests.support.lm_tensors import FISH, SPARK, Maker, Shape
 
 ROWS = 128

@@ -15,10 +15,11 @@ from kernels import lm_cuda
 from kernels.attention import paged_decode_attention
 from kernels.frame import DrawTensors, FrameTensors, Layer, StackTensors, StateTensors
 from kernels.layers import qk_norm_rope_append, rms_norm, rope, rope_table
-from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
+from kernels.lm_attention import AttentionTile, SplitScratch, decode_attention, predictor_attention
 from kernels.lm_frame import FusedFrame, Plan
 from kernels.reference import FrameOutput, backbone_step, draw_frame
 from kernels.sampler import DrawFlags, frame_noise, log_probability, process_first, sample
+from tests.support.attention_layers import attention_layer
 from tests.support.lm_tensors import SMALL, Maker, Shape
 
 
@@ -134,7 +135,7 @@ def check_attention(maker: Maker) -> list[dict[str, float | str]]:
     contexts = torch.tensor([0, 1, 63, 64, 65, 127, 300, 1500], device="cuda")
     rows = len(contexts)
     state = maker.state(shape, rows, 400, 64, contexts)
-    q_norm, k_norm = (talker.layers[0].q_norm, talker.layers[0].k_norm)
+    layer = talker.layers[0]
     slots = torch.arange(rows, device="cuda").flip(0)
     qkv = maker.normal(rows, 4096, std=2.0)
     for splits in (1, 2, 3, 8):
@@ -145,13 +146,13 @@ def check_attention(maker: Maker) -> list[dict[str, float | str]]:
             scratch = SplitScratch(rows * 8, splits, 2, 128, k.device)
             for _ in range(2):  # twice: the counters must be back at zero, and the append must be repeatable
                 decode_attention(
-                    qkv, q_norm, k_norm, 1e-6, talker.rope_table, k[0], v[0], state.page_table, state.positions, slots, 128**-0.5, out,
-                    scratch, splits, block, warps, stages,
+                    qkv, layer, talker, k[0], v[0], state.page_table, state.positions, slots, out, scratch,
+                    AttentionTile(block, warps, stages, ()), splits,
                 )  # fmt: skip
             positions, table = state.positions[slots], state.page_table[slots]
             pages = table.gather(1, (positions // 64)[:, None])[:, 0]
             q = qk_norm_rope_append(
-                qkv, q_norm, k_norm, 1e-6, talker.rope_table[positions], k2[0], v2[0], pages, positions % 64
+                qkv, layer, talker, talker.rope_table[positions], k2[0], v2[0], pages, positions % 64
             )
             args = (table, positions + 1, int(positions.max()) + 1, 128**-0.5)
             truth = paged_decode_attention(q.double(), k2[0].double(), v2[0].double(), *args)
@@ -181,7 +182,7 @@ def check_predictor_attention(maker: Maker) -> list[dict[str, float | str]]:
             launch = (
                 kernel if position else predictor_attention
             )  # position 0 is two tokens a row, which one of the kernels knows
-            launch(qkv, *norms, 1e-6, table, past[0], past[1], position, 128**-0.5, out)
+            launch(qkv, *attention_layer(norms, table), past[0], past[1], position, out)
             parts = (
                 [(0, qkv[:n], out[:n]), (1, qkv[n:], out[n:])] if position == 0 else [(position, qkv, out)]
             )

@@ -16,6 +16,7 @@ import torch
 
 from kernels import binaries, cuda_driver, lm_cuda, toolchain
 from kernels.cuda_driver import Source, available
+from tests.support.attention_layers import attention_layer
 from tests.support.fake_gpus import FakeGpus
 
 FAKE = Path(__file__).parents[2] / "support/fake_cuda.c"
@@ -186,13 +187,14 @@ def test_shapes_without_a_kernel_are_refused(gpu: Callable[[], list[str]]) -> No
 
 def test_attention_and_draws_cover_their_rows(gpu: Callable[[], list[str]]) -> None:
     qkv, cache = torch.zeros(5, 32, dtype=torch.bfloat16), torch.zeros(5, 8, 16, 128, dtype=torch.bfloat16)
-    lm_cuda.predictor_attention(qkv, qkv, qkv, 1e-6, qkv, cache, cache, 3, 1.0, qkv)
+    layer = attention_layer((qkv, qkv), qkv)
+    lm_cuda.predictor_attention(qkv, *layer, cache, cache, 3, qkv)
     assert gpu()[-1].startswith("launch 2 8 1 x 128 1 1 shared 0 stream 7 programmatic 1")
     many = torch.zeros(1000, 32, dtype=torch.bfloat16)
-    lm_cuda.predictor_attention(many, qkv, qkv, 1e-6, qkv, cache, cache, 3, 1.0, qkv)
+    lm_cuda.predictor_attention(many, *layer, cache, cache, 3, qkv)
     assert gpu()[-1].startswith("launch 66 8 1 x 128 "), "not more blocks than the device holds at once"
     with pytest.raises(RuntimeError, match="position 16"):
-        lm_cuda.predictor_attention(qkv, qkv, qkv, 1e-6, qkv, cache, cache, 16, 1.0, qkv)
+        lm_cuda.predictor_attention(qkv, *layer, cache, cache, 16, qkv)
     lm_cuda.draw([qkv] * 24, [1, 2, 3, 5, 2048, 0, 16, 1024, 1024, 4, 1], lm_cuda.LAST, pdl=False)
     assert gpu()[-1] == f"launch 5 1 1 x 256 1 1 shared 0 stream 7 first {qkv.data_ptr():x}"
     with pytest.raises(RuntimeError, match="vocab=2050"):
