@@ -5,8 +5,8 @@ Tokens are Python's, without comments, line ends and indentation. A circle is a 
 imports which run when a module is imported.
 
 The path of an item is the functions and files of ours that a further item crosses, in any thread and process of a
-`nightjar run` on a CPU with one slot: the functions whose calls rise by one or more for each further item between a run of
-few items and one of more. What runs once for a command, a shard, or a time (polls, heartbeats) is left out: the run of few
+`nightjar run` on a CPU: the functions whose calls rise by one or more for each further item between a run of few items and one of
+more, and those that the engine's thread calls in every frame, since each item needs frames. What runs once for a command, a shard, or a time (polls, heartbeats) is left out: the run of few
 items waits before its first one, so that it lasts longer than the run of more and polls do not rise.
 """
 
@@ -146,13 +146,17 @@ def surface() -> dict[str, int]:
 TRACE = """
 import atexit, os, sys, threading, time
 ROOT, INTO, WAIT = os.environ["TRACE_ROOT"] + os.sep, os.environ["TRACE_INTO"], float(os.environ["TRACE_WAIT"])
-counts = {}
+counts, in_frames, engine = {}, {}, set()
 
 def note(frame, event, _):
     code = frame.f_code
     # 1: a function, no class body
     if event == "call" and code.co_filename.startswith(ROOT) and code.co_flags & 1 and not code.co_name.startswith("<"):
         counts[code] = counts.get(code, 0) + 1
+        if code.co_qualname == "EngineCore.step":
+            engine.add(threading.get_ident())
+        if threading.get_ident() in engine:
+            in_frames[code] = in_frames.get(code, 0) + 1
         if code.co_qualname == "ShardRun.feed" and counts[code] == 1:
             time.sleep(WAIT)
 
@@ -160,7 +164,8 @@ def write():
     path = os.path.join(INTO, f"{os.getpid()}.calls")
     with open(path + ".new", "w") as file:
         for code, count in list(counts.items()):
-            file.write(f"{code.co_filename[len(ROOT):]}\\t{code.co_qualname}:{code.co_firstlineno}\\t{count}\\n")
+            name = f"{code.co_filename[len(ROOT):]}\\t{code.co_qualname}:{code.co_firstlineno}"
+            file.write(f"{name}\\t{count}\\t{in_frames.get(code, 0)}\\n")
     os.replace(path + ".new", path)
 
 def keep_writing():
@@ -181,36 +186,40 @@ sys.setprofile(note)
 """
 
 
-def calls(model: str, items: int, wait_seconds: float = 0) -> Counter[tuple[str, str]]:
-    """The calls of each function, by file, of a job of `items` items, one at a time."""
+#: A file, and a function with its first line.
+Function = tuple[str, str]
+
+
+def calls(model: str, items: int, wait_seconds: float = 0) -> tuple[Counter[Function], set[Function]]:
+    """The calls of each function in a job of `items` items, and the functions that every frame calls."""
     with tempfile.TemporaryDirectory(prefix="item-path-") as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(TRACE)
-        texts = (f"This is line {number}, and it continues for a bit." for number in range(items))
-        rows = (
-            {"example_id": f"item-{n}", "messages": [["user", "text", text]]} for n, text in enumerate(texts)
-        )
-        (folder / "input.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        environment = environment_with(folder) | {"OMP_NUM_THREADS": "1", "SPEECH_ENGINE__SLOTS": "1"}
-        environment |= {"TRACE_ROOT": str(ROOT), "TRACE_INTO": name, "TRACE_WAIT": str(wait_seconds)}
+        with (folder / "input.jsonl").open("w") as file:
+            for number in range(items):
+                messages = [["user", "text", f"This is line {number}, and it continues for a bit."]]
+                file.write(json.dumps({"example_id": f"item-{number}", "messages": messages}) + "\n")
+        environment = environment_with(folder) | {"OMP_NUM_THREADS": "1", "TRACE_ROOT": str(ROOT)}
+        environment |= {"TRACE_INTO": name, "TRACE_WAIT": str(wait_seconds)}
         given = str(Path(model).resolve()) if Path(model).is_dir() else model
         words = [sys.executable, "-m", "jobs", "run", "input.jsonl", "--model", given, "--seed", "7"]
         subprocess.run(words, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
-        found = Counter[tuple[str, str]]()
-        for path in folder.glob("*.calls"):
-            for row in path.read_text().splitlines():
-                file, function, count = row.split("\t")
-                if file.split(os.sep)[0] in PRODUCT:
-                    found[file, function] += int(count)
-        return found
+        found, in_frames = Counter[Function](), Counter[Function]()
+        for row in (row for path in folder.glob("*.calls") for row in path.read_text().splitlines()):
+            file, function, count, framed = row.split("\t")
+            if file.split(os.sep)[0] in PRODUCT:
+                found[file, function] += int(count)
+                in_frames[file, function] += int(framed)
+        frames = sum(n for (_, function), n in in_frames.items() if function.startswith("EngineCore.step:"))
+        return found, {function for function, count in in_frames.items() if count >= ENOUGH * frames > 0}
 
 
 def item_path(model: str) -> dict[str, Any]:
     """How many functions and files of ours a further item crosses."""
     began = time.monotonic()
-    more = calls(model, MORE)
-    few = calls(model, FEW, (time.monotonic() - began) / 2)
-    path = {one for one, count in more.items() if count - few[one] >= ENOUGH * (MORE - FEW)}
+    more, path = calls(model, MORE)
+    few, _ = calls(model, FEW, (time.monotonic() - began) / 2)
+    path |= {one for one, count in more.items() if count - few[one] >= ENOUGH * (MORE - FEW)}
     return {"model": Path(model).name, "functions": len(path), "files": len({file for file, _ in path})}
 
 
