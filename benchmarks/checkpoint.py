@@ -1,15 +1,11 @@
-"""Models of random weights: the work of a checkpoint, and no speech; and `python -m benchmarks.checkpoint 0b6 FOLDER`,
-which writes one of Qwen3-TTS.
+"""Models of random weights: the work of a checkpoint, and no speech.
 
 Shapes are those of the published checkpoints, or `tiny` ones that a CPU can run. What is written has their layout too,
-so a loader has all of its work. Its speech is noise, and ends at the first frame that a request's `min_new_tokens`
-allows; with `--seconds` never before a request's `max_seconds`, and at this length without one. The tokenizer is
-small, but its special tokens have the published ids.
+so a loader has all of its work; the tokenizer is small, but its special tokens have the published ids.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import tempfile
@@ -27,7 +23,6 @@ from tokenizers.trainers import BpeTrainer
 from torch import Tensor, nn
 
 from benchmarks.common import FRAMES_PER_SECOND, ROOT
-from benchmarks.voices import SENTENCES
 from pipelines.fish_speech.codec import Codec, codec_from
 from pipelines.fish_speech.config import CodecConfig as FishCodecConfig
 from pipelines.fish_speech.config import CodecStackConfig, FishConfig
@@ -70,21 +65,23 @@ def in_range(name: str, noise: Tensor) -> Tensor:
 
 
 class DummyWeights(TensorSource):
-    """Takes the place of `pipelines.nn.checkpoint.Checkpoint`: draws each tensor on `device` when it is
-    taken.
+    """Takes the place of `pipelines.nn.checkpoint.Checkpoint`: draws each tensor on `device` when it is taken, from its name
+    and shape alone, and keeps it on the host in `kept`, if that is given."""
 
-    The noise of a tensor depends on its name and shape alone.
-    """
-
-    def __init__(self, device: torch.device | str, rule: Rule = in_range) -> None:
-        self._device, self._rule = torch.device(device), rule
+    def __init__(
+        self, device: torch.device | str, rule: Rule = in_range, kept: dict[str, Tensor] | None = None
+    ) -> None:
+        self._device, self._rule, self._kept = torch.device(device), rule, kept
 
     def take(
         self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: Place = None
     ) -> Tensor:
         dice = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         noise = torch.randn(tuple(shape), generator=dice, device=self._device)
-        return self._rule(name, noise).to(device=device, dtype=dtype)
+        made = self._rule(name, noise).to(device=device, dtype=dtype)
+        if self._kept is not None:
+            self._kept[name] = made.to("cpu").contiguous()
+        return made
 
 
 @torch.no_grad()
@@ -439,40 +436,20 @@ _TINY_ENCODER = {
 }  # fmt: skip
 
 
-class _Noted(DummyWeights):
-    """Dummy weights that are kept by name, on the host."""
-
-    def __init__(self, device: torch.device, rule: Rule) -> None:
-        super().__init__(device, rule)
-        self.tensors: dict[str, Tensor] = {}
-
-    def take(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: Place = None
-    ) -> Tensor:
-        made = super().take(name, shape, dtype, device)
-        self.tensors[name] = made.to("cpu").contiguous()
-        return made
-
-
 @torch.inference_mode()
 def write_checkpoint(
-    folder: Path,
-    size: str,
-    device: torch.device,
-    texts: Sequence[str],
-    seconds: float | None = None,
-    kind: str = "custom_voice",
+    folder: Path, size: str, kind: str, device_name: str, texts: Sequence[str], seconds: float | None
 ) -> None:
-    """Writes a checkpoint of a size ("0b6", "1b7" or "tiny") whose tokenizer has learned its merges from
-    `texts`; of the kind "base" it has an encoder of voices.
+    """Writes a checkpoint of a size ("0b6", "1b7" or "tiny") whose tokenizer has learned its merges from `texts`; of the kind
+    "base" it has an encoder of voices.
 
-    With `seconds` it never draws the end; that is the length of every speech whose request asks for no
-    shorter one.
+    Its speech is noise, and ends at the first frame that a request's `min_new_tokens` allows; with `seconds` never before a
+    request's `max_seconds`, and at this length without one.
     """
     # transformers takes seconds to import.
     from pipelines.qwen3_tts.speaker import CodecEncoder, SpeakerEncoder
 
-    codec_folder = folder / "speech_tokenizer"
+    device, codec_folder = open_device(device_name), folder / "speech_tokenizer"
     codec_folder.mkdir(parents=True)
     _write_json(folder / "config.json", qwen3_config(size, kind))
     _write_json(codec_folder / "config.json", _codec_config(size))
@@ -482,19 +459,19 @@ def write_checkpoint(
         # One more than its frames: the last draw would be the end.
         _write_json(folder / "generation_config.json", {"max_new_tokens": frames + 1})
     config = Qwen3TTSConfig.from_folder(folder)
-    main = _Noted(device, ends_when_allowed(config.ids.codec_eos_token_id, never=seconds is not None))
-    take_weights(main, config, torch.bfloat16, device)
+    tensors = dict[str, Tensor]()
+    values = ends_when_allowed(config.ids.codec_eos_token_id, never=seconds is not None)
+    take_weights(DummyWeights(device, values, tensors), config, torch.bfloat16, device)
     if config.clones:
-        speaker = _Noted(device, in_range)
+        speaker = DummyWeights(device, in_range, tensors)
         SpeakerEncoder(config.speaker_encoder, speaker, device, torch.bfloat16)
-        main.tensors |= speaker.tensors
-    save_file(main.tensors, folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
 
-    shape = CodecConfig.load(codec_folder)
-    codec = _Noted(device, codec_values)
+    shape, tensors = CodecConfig.load(codec_folder), dict[str, Tensor]()
+    codec = DummyWeights(device, codec_values, tensors)
     CodecDecoder(shape.decoder, codec, device, torch.float32, fused=False)
     CodecEncoder(shape, codec, device)
-    save_file(codec.tensors, codec_folder / "model.safetensors")
+    save_file(tensors, codec_folder / "model.safetensors")
 
 
 def decoder_keys(size: str) -> dict[str, Any]:
@@ -537,22 +514,3 @@ def _write_tokenizer(path: Path, texts: Sequence[str]) -> None:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def main() -> int:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("size", choices=_WIDTHS)
-    made.add_argument("folder", type=Path)
-    made.add_argument("--device", default="cuda")
-    made.add_argument("--texts", type=Path, help="lines that the tokenizer learns its merges from")
-    made.add_argument("--seconds", type=float, help="length of a speech whose request does not say it")
-    made.add_argument("--kind", default="custom_voice", choices=("custom_voice", "base"))
-    options = made.parse_args()
-    texts = options.texts.read_text(encoding="utf-8").splitlines() if options.texts else SENTENCES
-    device = open_device(options.device)
-    write_checkpoint(options.folder, options.size, device, texts, options.seconds, options.kind)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

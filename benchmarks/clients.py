@@ -1,4 +1,4 @@
-"""One process of clients that `benchmarks.stream` starts, on bare sockets and one event loop."""
+"""Clients of a server on bare sockets, in one event loop of each process that `benchmarks.stream` starts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import gc
 import json
 import os
 import random
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -273,8 +273,8 @@ class Clients:
         found = await asyncio.gather(*tried, return_exceptions=True)
         self._idle += [one for one in found if isinstance(one, HttpConnection)]
 
-    async def run(self, start: float) -> dict[str, Any]:
-        """From a time until the plan's end; everything that was received."""
+    async def run(self, start: float) -> tuple[list[Answer], float]:
+        """From a time until the plan's end: all answers, and the seconds of audio in the span."""
         plan, self._start = self.plan, start
         self._from = start + plan.warm_up
         self._until = self._from + plan.duration
@@ -292,7 +292,7 @@ class Clients:
         for one in self.answers:
             if one.failure == "cut off" and one.first is None:
                 one.failure = "no audio in time"
-        return {"heard": [asdict(one) for one in self.answers], "audio_s": self.audio_in_span}
+        return self.answers, self.audio_in_span
 
     async def _arrivals(self) -> None:
         """The open loop: a request at each arrival, however many are under way."""
@@ -382,20 +382,16 @@ class Clients:
         return await HttpConnection(self.plan.url, self.plan.key).open()
 
 
-async def _clients(clients: Clients) -> dict[str, Any]:
-    await clients.connect()
-    print("ready", flush=True)
-    return await clients.run(float(sys.stdin.readline()))
+def client_process(plan: Plan, pipe: Connection) -> None:
+    """One process of clients: connects and sends that it is ready; then it reads when to start, and sends what `Clients.run`
+    gives. Times are those of `time.monotonic`, which all processes of a host share."""
 
+    async def run() -> tuple[list[Answer], float]:
+        made = Clients(plan)
+        await made.connect()
+        pipe.send("ready")
+        return await made.run(pipe.recv())
 
-def clients() -> None:
-    """One process of clients: reads its plan as a line of JSON, connects, and prints `ready`; then it reads when to start,
-    and prints what it received as JSON. Times are those of `time.monotonic`, which all processes of a host share."""
-    made = Clients(Plan(**json.loads(sys.stdin.readline())))
     # A collection would be a pause for all clients; the process is short.
     gc.disable()
-    json.dump(asyncio.run(_clients(made)), sys.stdout)
-
-
-if __name__ == "__main__":
-    clients()
+    pipe.send(asyncio.run(run()))

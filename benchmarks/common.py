@@ -18,7 +18,9 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -101,6 +103,12 @@ def environment_with(*places: str | Path) -> dict[str, str]:
     """The environment of a process that imports from these folders first, then from this tree and what ours has."""
     path = [*map(str, places), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def in_new_process(work: Callable[..., Any], *given: Any) -> Any:
+    """What a function of a module returns in a process that begins with nothing."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as processes:
+        return processes.submit(work, *given).result()
 
 
 class Result:

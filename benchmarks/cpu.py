@@ -27,12 +27,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable
 from contextlib import closing
 from datetime import UTC, datetime
 from itertools import cycle, islice, product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +39,15 @@ import numpy as np
 import soundfile
 import sqlalchemy as sa
 
-from benchmarks.common import Result, Row, new_database, parser, processor_name, read
+from benchmarks.common import (
+    Result,
+    Row,
+    in_new_process,
+    new_database,
+    parser,
+    processor_name,
+    read,
+)
 from benchmarks.voices import SENTENCES
 from jobs.checks import Quality
 from jobs.codes import StoredCodes
@@ -127,12 +133,6 @@ class Figures(Result):
         """`limit` is what the machine does for the bare work `of` this name in the same run."""
         row: Row = {"name": name, "value": value, "unit": unit, "aim": aim, "limit": limit, "limit_name": of}
         self.add(row | {"share": value / limit if limit else None})
-
-
-def in_new_process(work: Callable[..., Any], *given: Any) -> Any:
-    """What a function of this module returns in a process that begins with nothing."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as processes:
-        return processes.submit(work, *given).result()
 
 
 def most_mb() -> float:

@@ -49,7 +49,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -58,9 +60,8 @@ from urllib.request import Request, urlopen
 
 import psutil
 
-from benchmarks.clients import DRAIN_SECONDS, Plan, text_of
+from benchmarks.clients import Answer, Plan, client_process, text_of
 from benchmarks.common import (
-    ROOT,
     Result,
     Row,
     Use,
@@ -144,12 +145,12 @@ def measure(plan: Plan, pid: int | None, seeds: int = 1) -> Row:
 def _one_seed(plan: Plan, pid: int | None, seed: int) -> Row:
     use = Use(pid, 0.25)
     shift = time.time() - time.monotonic()
-    found, start = run_clients(plan, seed)
+    answers, audio, start = run_clients(plan, seed)
     count_from = start + plan.warm_up
     count_until = count_from + plan.duration
     if plan.clones:
-        count_until = max(one["sent"] + one["took"] for process in found for one in process["heard"])
-    row = row_of(found, count_from, count_until, plan.sized, plan.audible)
+        count_until = max(one.sent + one.took for one in answers)
+    row = row_of(answers, audio, count_from, count_until, plan)
     row["duration_s"] = count_until - count_from
     use.stop()
     if pid is not None:
@@ -157,30 +158,24 @@ def _one_seed(plan: Plan, pid: int | None, seed: int) -> Row:
     return row | ({"left_over": left_over(plan)} if plan.own else {})
 
 
-def run_clients(plan: Plan, seed: int = 0) -> tuple[list[dict[str, Any]], float]:
-    """What each process of clients received, and the monotonic time of the start."""
+def run_clients(plan: Plan, seed: int = 0) -> tuple[list[Answer], float, float]:
+    """What all processes of clients received, the seconds of audio in the span, and the monotonic time of the start."""
     count = PROCESSES if plan.rate else min(PROCESSES, plan.clients, plan.clones or plan.clients)
-    command, workers = [sys.executable, "-m", "benchmarks.clients"], list[subprocess.Popen[str]]()
-    for _ in range(count):
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        workers.append(subprocess.Popen(command, cwd=ROOT, text=True, **pipes))
-
-    def tell(worker: subprocess.Popen[str], line: str) -> None:
-        print(line, file=worker.stdin, flush=True)
-
-    for number, worker in enumerate(workers):
+    context, pipes = get_context("spawn"), list[Connection]()
+    for number in range(count):
         mine = {"rate": plan.rate / count, "clients": (plan.clients + number) // count}
-        mine |= {"clones": (plan.clones + number) // count}
-        tell(worker, json.dumps(asdict(replace(plan, seed=1 + 1000 * seed + number, **mine))))
-    for worker in workers:
-        ready = worker.stdout.readline() if worker.stdout else ""
-        assert ready == "ready\n", "a process of clients ended before it was connected"
+        mine |= {"clones": (plan.clones + number) // count, "seed": 1 + 1000 * seed + number}
+        here, there = context.Pipe()
+        context.Process(target=client_process, args=(replace(plan, **mine), there), daemon=True).start()
+        there.close()
+        pipes.append(here)
+    for pipe in pipes:
+        pipe.recv()
     start = time.monotonic() + START_SECONDS
-    for worker in workers:
-        tell(worker, repr(start))
-    left = 0 if plan.clones else max(start + plan.warm_up + plan.duration - time.monotonic(), 0)
-    limit = left + DRAIN_SECONDS + 60
-    return [json.loads(worker.communicate(timeout=limit)[0]) for worker in workers], start
+    for pipe in pipes:
+        pipe.send(start)
+    found = [pipe.recv() for pipe in pipes]
+    return [one for answers, _ in found for one in answers], sum(audio for _, audio in found), start
 
 
 def metric(plan: Plan, name: str) -> float:
@@ -222,16 +217,12 @@ def recovery(plan: Plan, pid: int) -> Row:
         while fetch(plan.url, "/health")[0] != 200 and not running.done():
             time.sleep(0.02)
         ready = time.monotonic()
-        found, _ = running.result()
-    heard = [one for process in found for one in process["heard"]]
-    firsts = [one["sent"] + one["first"] for one in heard if one["first"] is not None]
-    again = min((at for at in firsts if at > killed + LATE_SECONDS), default=math.inf)
-    failed = [(one["sent"] < again, one["failure"]) for one in heard if one["failure"] not in ("", "cut off")]
-    waits = [
-        one["first"]
-        for one in heard
-        if one["first"] is not None and one["sent"] < killed < again <= one["sent"] + one["first"]
-    ]
+        answers, *_ = running.result()
+    firsts = {id(one): one.sent + one.first for one in answers if one.first is not None}
+    again = min((at for at in firsts.values() if at > killed + LATE_SECONDS), default=math.inf)
+    failed = [(one.sent < again, one.failure) for one in answers if one.failure not in ("", "cut off")]
+    waited = (one for one in answers if one.sent < killed < again <= firsts.get(id(one), 0))
+    waits = [one.first for one in waited if one.first is not None]
     return {
         "mode": "recovery",
         "clients": plan.clients,
@@ -240,7 +231,7 @@ def recovery(plan: Plan, pid: int) -> Row:
         "first_again_s": again - killed,
         "healthy_again_s": ready - killed,
         "waited_ms": percentiles_ms(waits),
-        "requests": len(heard),
+        "requests": len(answers),
         "retried": metric(plan, "speech_requests_retried_total") - before,
         "failed": dict(Counter(name for was_early, name in failed if was_early)),
         "failures": dict(Counter(name for was_early, name in failed if not was_early)),
@@ -257,45 +248,34 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
     return {name: round(1000 * ordered[place], 2) for name, place in places.items()}
 
 
-def row_of(
-    found: Sequence[dict[str, Any]],
-    count_from: float,
-    count_until: float,
-    sized: bool = True,
-    audible: bool = False,
-) -> Row:
-    """The figures of one load: what its processes of clients received of the requests that were sent in the span."""
-    sent = [one for process in found for one in process["heard"] if count_from <= one["sent"] < count_until]
-    begun = [one for one in sent if one["first"] is not None]
-    done = [one for one in sent if one["failure"] == ""]
-    seconds, ended = count_until - count_from, Counter(one["failure"] for one in sent)
-    waits = [wait for one in begun for wait in one["underruns"]]
-    rtf = [one["took"] / one["audio"] for one in done if one["audio"]]
+def row_of(answers: Sequence[Answer], audio: float, since: float, until: float, plan: Plan) -> Row:
+    """The figures of one load: what came of the requests that were sent in the span, and the seconds of audio in it."""
+    sent = [one for one in answers if since <= one.sent < until]
+    firsts = [one.first for one in sent if one.first is not None]
+    done, waits = [one for one in sent if one.failure == ""], [wait for one in sent for wait in one.underruns]
+    dry, ended = sum(bool(one.underruns) for one in sent), Counter(one.failure for one in sent)
+    rtf = [one.took / one.audio for one in done if one.audio]
+    heard = [one for one in sent if one.audible is not None]
+    neutral: Row = {
+        "audible_ms": percentiles_ms([one.audible for one in heard if one.audible is not None]),
+        "leading_silence_ms": percentiles_ms([one.silence for one in heard if one.silence is not None]),
+        "e2e_ms": percentiles_ms([one.took for one in done]),
+        "inaudible": len(sent) - len(heard),
+    }
     return {
-        "first_pcm_ms": percentiles_ms([one["first"] for one in begun]),
-        **(_neutral(sent) if audible else {}),
+        "first_pcm_ms": percentiles_ms(firsts),
+        **(neutral if plan.audible else {}),
         "rtf": statistics.median(rtf) if rtf else None,
-        "underrun_share": sum(1 for one in begun if one["underruns"]) / len(begun) if begun else None,
+        "underrun_share": dry / len(firsts) if firsts else None,
         "underruns": len(waits),
         "underrun_ms": percentiles_ms(waits),
-        "audio_s_per_s": sum(process["audio_s"] for process in found) / seconds,
+        "audio_s_per_s": audio / (until - since),
         "requests": len(sent),
-        "requests_per_s": len(sent) / seconds,
+        "requests_per_s": len(sent) / (until - since),
         "failures": {name: count for name, count in ended.items() if name not in ("", "cut off")},
         "cut_off": ended["cut off"],
-        "too_short": sum(one["audio"] < 0.8 * one["asked_audio"] for one in done) if sized else 0,
-        "client_late_ms": percentiles_ms([one["late"] for one in sent]),
-    }
-
-
-def _neutral(sent: Sequence[dict[str, Any]]) -> Row:
-    """Figures of `tts_bench`."""
-    heard = [one for one in sent if one["audible"] is not None]
-    return {
-        "audible_ms": percentiles_ms([one["audible"] for one in heard]),
-        "leading_silence_ms": percentiles_ms([one["silence"] for one in heard]),
-        "e2e_ms": percentiles_ms([one["took"] for one in sent if one["failure"] == ""]),
-        "inaudible": len(sent) - len(heard),
+        "too_short": sum(one.audio < 0.8 * one.asked_audio for one in done) if plan.sized else 0,
+        "client_late_ms": percentiles_ms([one.late for one in sent]),
     }
 
 
@@ -386,10 +366,8 @@ class StreamBench(Result):
         """A checkpoint of random weights, and a server of it."""
         options, facts = self.options, self.found.setdefault(f"facts_{size}", {})
         with tempfile.TemporaryDirectory(prefix="nightjar-stream-") as name:
-            length, lengths = ("--seconds", str(LONGEST_SECONDS)), [5.0] * 400
-            model, made = plant(
-                Path(name), size, kind, lengths, options.device, *length, keep_unfinished=True
-            )
+            given = Path(name), size, kind, [5.0] * 400, options.device, LONGEST_SECONDS
+            model, made = plant(*given, keep_unfinished=True)
             facts["checkpoint_s"] = made["written_s"]
             stored = {"SPEECH_SERVE__VOICES_FOLDER": str(Path(name, "stored"))}
             words = ["-P", "-m", "jobs", "serve", "--model", model, "--port", "0", "--json"]

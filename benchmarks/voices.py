@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
-import sys
 import time
 import wave
 from collections.abc import Sequence
@@ -23,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import FRAMES_PER_SECOND, ROOT
+from benchmarks.common import FRAMES_PER_SECOND, in_new_process
 from pipelines import registry
 from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
 from pipelines.request import (
@@ -208,21 +206,28 @@ def write_package(folder: Path, name: str, group: str, target: str) -> None:
 
 
 def plant(
-    place: Path, size: str, kind: str, lengths: Sequence[float], device: str, *more: str, **options: Any
+    place: Path,
+    size: str,
+    kind: str,
+    lengths: Sequence[float],
+    device: str,
+    seconds: float | None = None,
+    **options: Any,
 ) -> tuple[str, dict[str, Any]]:
-    """Writes a random checkpoint below a folder, and installs its voice there: the voice's name, and facts. `lengths`:
-    seconds of the texts that its tokenizer learns from; `more`: options of `benchmarks.checkpoint`. A process of its own
-    leaves no memory of the device taken."""
+    """Writes a random checkpoint below a folder, and installs its voice there: the voice's name, and facts. `lengths`: seconds
+    of the texts that its tokenizer learns from; `seconds`: see `write_checkpoint`; `options`: how the voice is opened. A
+    process of its own leaves no memory of the device taken."""
     name, began = f"{size}-{kind}", time.perf_counter()
-    checkpoint, texts = place / name, place / f"{name}-texts"
-    place.mkdir(parents=True, exist_ok=True)
-    spoken = (
-        words_of(one, number, str(round(one * FRAMES_PER_SECOND))) for number, one in enumerate(lengths)
-    )
-    texts.write_text("\n".join(spoken), encoding="utf-8")
-    words = [sys.executable, "-m", "benchmarks.checkpoint", size, str(checkpoint), "--kind", kind, *more]
-    subprocess.run([*words, "--texts", str(texts), "--device", device], cwd=ROOT, check=True)
+    checkpoint = place / name
+    texts = [words_of(one, number, str(round(one * FRAMES_PER_SECOND))) for number, one in enumerate(lengths)]
+    in_new_process(_write_checkpoint, checkpoint, size, kind, device, texts, seconds)
     options |= {} if device.startswith("cuda") else {"device": device}
     install(place, f"planted-{name}", Planted(str(checkpoint.absolute()), options))
     gigabytes = sum(file.stat().st_size for file in checkpoint.rglob("*.safetensors")) / 1e9
     return f"planted-{name}", {"written_s": time.perf_counter() - began, "gb": gigabytes}
+
+
+def _write_checkpoint(*given: Any) -> None:
+    from benchmarks.checkpoint import write_checkpoint
+
+    write_checkpoint(*given)
