@@ -8,6 +8,7 @@ affected. An interrupted deletion continues when the command is repeated.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
@@ -43,7 +44,11 @@ def objects_of(store: ObjectStore, job_id: str) -> Iterator[ObjectInfo]:
             f"{job_id[:80]!a} is not the id of a job.",
             "`nightjar list` shows the jobs of this ledger.",
         )
-    return (info for info in store.list(prefix) if info.key.startswith(prefix) and _is_valid_key(info.key))
+    for info in store.list(prefix):
+        if info.key.startswith(prefix):
+            with suppress(StoreError):
+                split_key(info.key)
+                yield info
 
 
 def delete_objects(store: ObjectStore, job_id: str) -> tuple[int, int]:
@@ -76,12 +81,3 @@ def delete_job(ledger: Ledger, store: ObjectStore, job_id: str) -> Deleted:
     ledger.delete_rows(job_id)
     forget(job_id)
     return Deleted(items, objects, size)
-
-
-def _is_valid_key(key: str) -> bool:
-    """Whether a key is valid. Foreign objects with other keys are kept."""
-    try:
-        split_key(key)
-    except StoreError:
-        return False
-    return True

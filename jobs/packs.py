@@ -80,13 +80,11 @@ class ArtifactReader:
     def _range(self, pack: str, begin: int, size: int) -> bytes:
         """As `ObjectStore.get_range`, from pieces."""
         first = begin // PIECE_BYTES
-        numbers = range(first, -(-(begin + size) // PIECE_BYTES))
-        pieces = b"".join([self._piece(pack, number) for number in numbers])
-        return pieces[begin - first * PIECE_BYTES :][:size]
-
-    def _piece(self, pack: str, number: int) -> bytes:
-        read = partial(self._store.get_range, pack, number * PIECE_BYTES, PIECE_BYTES)
-        return self._pieces.find((pack, number), read)
+        found: list[bytes] = []
+        for number in range(first, -(-(begin + size) // PIECE_BYTES)):
+            read = partial(self._store.get_range, pack, number * PIECE_BYTES, PIECE_BYTES)
+            found.append(self._pieces.find((pack, number), read))
+        return b"".join(found)[begin - first * PIECE_BYTES :][:size]
 
 
 def map_ahead(

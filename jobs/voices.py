@@ -115,11 +115,15 @@ class JobVoices:
     def with_lines(self, records: Records) -> JobVoices:
         """Adds the stored voices that the lines of an input name. Raises `InputError` for an input that
         cannot be read."""
-        return (
-            self.with_names(_named_in(records, frozenset(self.names)))
-            if self.can_clone and self.names
-            else self
-        )
+        found = set[str]()
+        known = frozenset(self.names if self.can_clone else ())
+        for line in records.lines() if known else ():
+            # The word may be written with escapes.
+            if isinstance(line, bytes) and (b'"voice"' in line or b"\\u" in line):
+                # An unreadable line names none.
+                with suppress(*BAD_JSON):
+                    found.update(known.intersection(names_of(_decode(line).generation)))
+        return self.with_names(found)
 
     def in_spec(self, spec: JobSpec) -> JobSpec:
         """The spec with these stored voices."""
@@ -280,18 +284,6 @@ class _Line(msgspec.Struct, frozen=True):
 _decode = msgspec.json.Decoder(_Line).decode
 
 
-def _named_in(records: Records, known: frozenset[str]) -> set[str]:
-    """The known voices that the lines of an input name; unreadable lines name none."""
-    found = set[str]()
-    for line in records.lines():
-        # The word may be written with escapes.
-        if not isinstance(line, bytes) or (b'"voice"' not in line and b"\\u" not in line):
-            continue
-        with suppress(*BAD_JSON):
-            found.update(known.intersection(names_of(_decode(line).generation)))
-    return found
-
-
 def read_pool(
     which: str | Path, *, balance: bool = False, by_speaker: bool = False
 ) -> tuple[VoicePool, dict[str, PoolRecording]]:
@@ -440,7 +432,13 @@ class VoiceDraws:
         if other not in self._weights or len(self._names) == 1:
             other = None
         if self._loads:
-            return self._least_loaded(characters, other)
+            first = heapq.heappop(self._loads)
+            load, order, name = first
+            if name == other:
+                load, order, name = heapq.heappop(self._loads)
+                heapq.heappush(self._loads, first)
+            heapq.heappush(self._loads, (load + characters / self._weights[name], order, name))
+            return name
         point = self._unit(*key)
         if other is None:
             point *= self._ends[self._names[-1]]
@@ -453,15 +451,6 @@ class VoiceDraws:
         # Rounding may lead just beyond the last voice.
         rest = [name for name in self._names[at : at + 2] if name != other]
         return rest[0] if rest else next(name for name in reversed(self._names) if name != other)
-
-    def _least_loaded(self, characters: int, other: str | None) -> str:
-        first = heapq.heappop(self._loads)
-        load, order, name = first
-        if name == other:
-            load, order, name = heapq.heappop(self._loads)
-            heapq.heappush(self._loads, first)
-        heapq.heappush(self._loads, (load + characters / self._weights[name], order, name))
-        return name
 
     def _unit(self, *key: str) -> float:
         """A number x, 0 <= x < 1, computed from the seed and from each part of the key with its length."""

@@ -242,10 +242,13 @@ class ReconnectingConsumer(Consumer):
                 self._pause()
 
     def on_connection_error_before_connected(self, exc: BaseException) -> None:
-        self._count_reconnect(exc)
+        log.warning("connection to the broker lost; reconnecting", error=repr(exc))
+        if _runtime is not None:
+            _runtime.metrics.consumer_restarts.inc()
+        self._pause()
 
     def on_connection_error_after_connected(self, exc: BaseException) -> None:
-        self._count_reconnect(exc)
+        self.on_connection_error_before_connected(exc)
         super().on_connection_error_after_connected(exc)
 
     def connection_for_read(self, heartbeat: float | None = None) -> Connection:
@@ -281,13 +284,10 @@ class ReconnectingConsumer(Consumer):
     def on_decode_error(self, message: Any, exc: Exception) -> None:
         self._drop(exc, message)
 
-    def on_unknown_message(self, body: object, message: Any) -> None:
-        self._drop(None, message)
-
-    def on_unknown_task(self, body: object, message: Any, exc: Exception) -> None:
+    def on_unknown_message(self, body: object, message: Any, exc: Exception | None = None) -> None:
         self._drop(exc, message)
 
-    on_invalid_task = on_unknown_task
+    on_unknown_task = on_invalid_task = on_unknown_message
 
     def _drop(self, error: Exception | None, message: Any = None) -> None:
         """Counts a dropped message, and removes it from the queue. `message`: None if the channel has removed it."""
@@ -299,12 +299,6 @@ class ReconnectingConsumer(Consumer):
             _runtime.metrics.dropped_messages.inc()
         if message is not None and not message.acknowledged:
             message.reject_log_error(log, BROKER_ERRORS)
-
-    def _count_reconnect(self, error: BaseException) -> None:
-        log.warning("connection to the broker lost; reconnecting", error=repr(error))
-        if _runtime is not None:
-            _runtime.metrics.consumer_restarts.inc()
-        self._pause()
 
     def _pause(self) -> None:
         """Waits before a reconnection, unless the worker must end."""

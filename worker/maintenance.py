@@ -97,8 +97,7 @@ class Maintenance:
     metrics: Metrics
     clock: Clock
     publisher: Publisher
-    #: Writes the manifests of ended jobs.
-    manifests: Manifests
+    store_for: Callable[[str], ObjectStore]
     #: The number of shards that the worker can use.
     demand: Demand = field(default_factory=Demand)
     #: Reports ended jobs to the operator's hook, in a separate thread.
@@ -109,6 +108,8 @@ class Maintenance:
         self._state = UP
         self._registered = False
         self._reconciled_at = self._depth_at = float("-inf")
+        #: Job -> time of the next try to write its manifest.
+        self._due_at: dict[str, float] = {}
         #: Woken when a shard ends, because another one may then fit into the window of queued shards.
         self.dispatches = PeriodicTask("dispatch", times.dispatch_seconds, self.dispatch)
         self._heartbeats = PeriodicTask("heartbeats", times.heartbeat_seconds, self.send_heartbeat)
@@ -188,8 +189,23 @@ class Maintenance:
         self.worker = worker
 
     def end_job(self, job_id: str) -> None:
-        """Writes the manifest of a job and reports its end, if it has ended."""
-        self.manifests.put_if_ended(job_id)
+        """Writes the manifest of a job and reports its end, if it has ended; several workers may do so at once. After
+        a failure, which is logged, each pass of the reconciler tries again; it waits `RETRY_SECONDS` if the error is
+        not retryable."""
+        if self.clock.monotonic() >= self._due_at.get(job_id, 0.0):
+            try:
+                job = self.ledger.job(job_id)
+                if job.state.final:
+                    store = self.store_for(job.store_url)
+                    store.confirm(job.store_identity)
+                    renew_manifest(self.ledger, store, job_id)
+                    log.info("job ended", job=job_id, state=job.state.value)
+                self._due_at.pop(job_id, None)
+            except NightjarError as error:
+                if not error.code.retryable:
+                    self._due_at[job_id] = self.clock.monotonic() + RETRY_SECONDS
+                code = error.code.value
+                log.warning("manifest of the job not written", job=job_id, code=code, error=str(error))
         self.reports.wake()
 
 
@@ -203,35 +219,3 @@ def report_ended_jobs(ledger: Ledger, settings: Settings) -> None:
             log.error("end of the job not reported; it is not retried", **about)
         else:
             log.warning("end of the job not reported yet", **about, again_seconds=round(one.again_seconds, 1))
-
-
-@dataclass(eq=False)
-class Manifests:
-    """Writes the manifests of ended jobs; several workers may do so at once. After a failure, which is logged, each pass
-    of the reconciler tries again; it waits `RETRY_SECONDS` if the error is not retryable.
-    """
-
-    ledger: Ledger
-    store_for: Callable[[str], ObjectStore]
-    clock: Clock
-    #: Job -> time of the next try.
-    due_at: dict[str, float] = field(default_factory=dict, init=False)
-
-    def put_if_ended(self, job_id: str) -> None:
-        """Writes the manifest of a job with audio, if the job has ended."""
-        if self.clock.monotonic() < self.due_at.get(job_id, 0.0):
-            return
-        try:
-            job = self.ledger.job(job_id)
-            if job.state.final:
-                store = self.store_for(job.store_url)
-                store.confirm(job.store_identity)
-                renew_manifest(self.ledger, store, job_id)
-                log.info("job ended", job=job_id, state=job.state.value)
-            self.due_at.pop(job_id, None)
-        except NightjarError as error:
-            if not error.code.retryable:
-                self.due_at[job_id] = self.clock.monotonic() + RETRY_SECONDS
-            log.warning(
-                "manifest of the job not written", job=job_id, code=error.code.value, error=str(error)
-            )

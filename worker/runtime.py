@@ -36,7 +36,7 @@ from pipelines.errors import (
 from pipelines.request import Pipeline
 from worker.admission import SHARDS_AT_START, Demand, ExclusiveLock
 from worker.leases import Clock, HeldLeases, LeaseGoneError
-from worker.maintenance import Maintenance, Manifests, report_ended_jobs
+from worker.maintenance import Maintenance, report_ended_jobs
 from worker.metrics import Metrics
 from worker.models import PipelineCache, Preload, open_model
 from worker.quality.process import MeterPool
@@ -144,7 +144,7 @@ class Runtime:
             self.metrics,
             self._clock,
             Publisher(settings),
-            Manifests(self.ledger, self.store_for, self._clock),
+            self.store_for,
             self.demand,
             # `nightjar run` reports its jobs itself, after their manifest and report are written.
             (lambda: None) if private else partial(report_ended_jobs, self.ledger, settings),

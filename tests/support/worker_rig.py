@@ -13,18 +13,40 @@ from jobs.ledger import Ledger
 from jobs.ledger.records import CommitResult, ItemRow, Job, JobSpec, Lease, Outcome, Ticket, WorkerInfo
 from jobs.ledger.status import JobStatus
 from jobs.settings import Settings, WorkerSettings
+from jobs.store import ObjectStore
 from jobs.times import Times
 from pipelines.errors import ErrorCode, ServiceError
 from pipelines.request import Pipeline
 from tests.support.fakes import FakePipeline, MemoryStore
 from tests.support.times import with_times
 from worker.leases import Clock, HeldLeases
+from worker.maintenance import Maintenance
 from worker.metrics import Metrics
 from worker.models import PipelineCache
 from worker.result_writer import ResultWriter
 from worker.shard_run import ShardEnd, ShardRunner
 
 WORKER = WorkerInfo("worker-1", "host", 1, "", "", "test", 2)
+
+
+class NoBroker:
+    """Takes what is published, and delivers nothing."""
+
+    def publish(self, tickets: Sequence[Ticket]) -> None:
+        return
+
+    def queue_depth(self) -> int:
+        return 0
+
+
+class Upkeep(Maintenance):
+    """Maintenance that counts the jobs that it is asked to end."""
+
+    asked = 0
+
+    def end_job(self, job_id: str) -> None:
+        self.asked += 1
+        super().end_job(job_id)
 
 
 class Rig:
@@ -63,6 +85,11 @@ class Rig:
             metrics=self.metrics,
             clock=self.clock,
         )
+
+    def upkeep(self, store_for: Callable[[str], ObjectStore], clock: Clock) -> Upkeep:
+        """The upkeep of another worker than the one that ends the jobs."""
+        broker: Any = NoBroker()
+        return Upkeep(self.ledger, self.settings, WORKER, self.leases, self.metrics, clock, broker, store_for)
 
     def submit(
         self,

@@ -24,7 +24,6 @@ from tests.support.s3_proxy import S3Proxy, s3_proxy
 from tests.support.services import S3, MotoS3
 from tests.support.worker_rig import Rig, wait_for
 from worker.garbage import sweep
-from worker.maintenance import Manifests
 from worker.writer_processes import WriterProcesses
 
 ITEMS = 30
@@ -150,9 +149,9 @@ def test_no_item_fails_in_a_window_of_404s(behind: Bucket, rig: Rig, method: str
 
         behind.proxy.refuses = windows
         rig.run_next()
-        manifests = Manifests(rig.ledger, lambda _: rig.store, rig.clock)
+        upkeep = rig.upkeep(lambda _: rig.store, rig.clock)
         for _ in range(20):
-            manifests.put_if_ended(job.id)
+            upkeep.end_job(job.id)
         behind.proxy.refuses = lambda method, path: None
     finally:
         writers.close()

@@ -3,50 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from jobs.ledger.records import Job, Ticket
+from jobs.ledger.records import Job
 from pipelines.errors import ErrorCode, StoreError
 from tests.support.fakes import FakeClock
 from tests.support.ledger_kit import execute
 from tests.support.manifests import newest_job_manifest, read_manifest
-from tests.support.worker_rig import WORKER, Rig
-from worker.maintenance import RETRY_SECONDS, Maintenance, Manifests
-
-
-class NoBroker:
-    """Takes what is published, and delivers nothing."""
-
-    def publish(self, tickets: Sequence[Ticket]) -> None:
-        return
-
-    def queue_depth(self) -> int:
-        return 0
+from tests.support.worker_rig import Rig
+from worker.maintenance import RETRY_SECONDS
 
 
 class Keeper:
     """The upkeep of another worker than the one that ended the job."""
 
     def __init__(self, rig: Rig) -> None:
-        self.rig, self.clock, self.asked = rig, FakeClock(), 0
-        settings, leases, metrics = rig.settings, rig.leases, rig.metrics
-        broker: Any = NoBroker()
-        counted: Any = self
-        self.manifests = Manifests(rig.ledger, lambda _: rig.store, self.clock)
-        self.maintenance = Maintenance(
-            rig.ledger, settings, WORKER, leases, metrics, self.clock, broker, counted
-        )
-
-    def put_if_ended(self, job_id: str) -> None:
-        self.asked += 1
-        self.manifests.put_if_ended(job_id)
+        self.rig, self.clock = rig, FakeClock()
+        self.maintenance = rig.upkeep(lambda _: rig.store, self.clock)
 
     def reconcile(self) -> int:
         """One pass; how many jobs it ended or wrote the manifest of."""
-        before = self.asked
+        before = self.maintenance.asked
         self.clock.advance(self.rig.settings.times.reconcile_seconds)
         self.maintenance.dispatch()
-        return self.asked - before
+        return self.maintenance.asked - before
 
 
 def ended(rig: Rig, texts: Sequence[str] = ("a", "b"), seconds_ago: float = 61) -> Job:
@@ -75,7 +54,7 @@ def test_another_worker_writes_the_manifest_once(rig: Rig) -> None:
 def test_who_ended_the_job_is_given_time_to_write_it(rig: Rig) -> None:
     job, keeper = ended(rig, seconds_ago=0), Keeper(rig)
     assert keeper.reconcile() == 0
-    keeper.manifests.put_if_ended(job.id)
+    keeper.maintenance.end_job(job.id)
     execute(
         rig.ledger,
         "UPDATE jobs SET finished_at = finished_at - 61, manifest_finished_at = manifest_finished_at - 61",

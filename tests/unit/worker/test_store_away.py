@@ -22,7 +22,6 @@ from tests.support.fakes import FakeClock, FakePipeline, MemoryStore
 from tests.support.manifests import newest_job_manifest
 from tests.support.worker_rig import Build, Rig, wait_for
 from worker.leases import MAX_REREADS
-from worker.maintenance import Manifests
 
 ITEMS = 20
 
@@ -152,14 +151,14 @@ def test_a_manifest_waits_for_the_store(build: Build) -> None:
     rig = in_folder(build)
     job = rig.submit([f"text {n}" for n in range(ITEMS)])
     rig.run_next()
-    manifests = Manifests(rig.ledger, lambda _: FolderStore(rig.folder / "store"), FakeClock())
+    upkeep = rig.upkeep(lambda _: FolderStore(rig.folder / "store"), FakeClock())
     (rig.folder / "store").rename(rig.folder / "elsewhere")
     (rig.folder / "store").mkdir()
-    manifests.put_if_ended(job.id)
+    upkeep.end_job(job.id)
     assert list((rig.folder / "store").iterdir()) == []
     (rig.folder / "store").rmdir()
     (rig.folder / "elsewhere").rename(rig.folder / "store")
-    manifests.put_if_ended(job.id)
+    upkeep.end_job(job.id)
     assert newest_job_manifest(rig.store, job.id) is not None
 
 
