@@ -37,7 +37,7 @@ DRAW_SECONDS, DRAW_SECONDS_PER_SECOND = 60.0, 10.0
 #: engine is not fed.
 MAX_WAITING, MAX_SAMPLES = 1024, 1 << 28
 #: Maximum number of draws that a process measures at once.
-BATCH = 16
+BATCH = 32
 #: If meters hang on this number of consecutive items, the meters are assumed to be the cause, not the items.
 HANGS_IN_A_ROW = 3
 #: Maximum number of consecutive outages. Later hangs count as failures of the items again, because otherwise a job whose
