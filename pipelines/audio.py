@@ -109,11 +109,11 @@ def decode(
             else:
                 blocks.append(block[:, channel].copy())
     if not blocks:
-        raise _unreadable("The audio is empty.")
+        raise unreadable("The audio is empty.")
     mono = np.concatenate(blocks) if len(blocks) > 1 else blocks[0]
     # The sum is finite only if all samples are, and takes a tenth of the time of a check of each sample.
     if not math.isfinite(float(mono.sum(dtype=np.float64))):
-        raise _unreadable("The audio holds values that are not numbers.")
+        raise unreadable("The audio holds values that are not numbers.")
     if sample_rate is not None and sample_rate != rate:
         mono = soxr.resample(mono, rate, sample_rate, quality=quality)
         rate = sample_rate
@@ -146,14 +146,14 @@ def _opened(data: bytes, max_seconds: float) -> Generator[soundfile.SoundFile]:
             frames = file.frames
             channels = file.channels
             if rate not in RATES or not 0 < channels <= MAX_CHANNELS:
-                raise _unreadable(
+                raise unreadable(
                     f"The audio has {channels} channels at {rate} Hz; 1 to {MAX_CHANNELS} channels at {RATES[0]} to {MAX_SAMPLE_RATE} Hz are supported."
                 )
             if frames > max_seconds * rate or frames * channels > MAX_SAMPLES:
                 raise _too_long(max_seconds)
             yield file
     except (soundfile.SoundFileError, ValueError, TypeError) as error:
-        raise _unreadable("The audio cannot be read.") from error
+        raise unreadable("The audio cannot be read.") from error
 
 
 def encode(samples: Samples, sample_rate: int, audio_format: AudioFormat) -> bytes:
@@ -375,8 +375,9 @@ def peak(samples: Samples) -> float:
     return float(np.abs(samples).max(initial=0.0))
 
 
-def _unreadable(message: str) -> InputError:
-    return InputError(ErrorCode.INPUT_AUDIO_UNREADABLE, message, "Give a WAV, FLAC, OGG or MP3 file.")
+def unreadable(message: str, advice: str = "Give a WAV, FLAC, OGG or MP3 file.") -> InputError:
+    """The error for data that is not usable audio (`input.audio_unreadable`)."""
+    return InputError(ErrorCode.INPUT_AUDIO_UNREADABLE, message, advice)
 
 
 def _too_long(max_seconds: float) -> InputError:

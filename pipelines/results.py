@@ -329,16 +329,13 @@ class SpeechPipeline(ReadsRecordings, Generic[R, O]):
         stage: CodecStage,
         streamer: Callable[[O, CodecStage, Listener], Receiver] = Streamer,
         utterance: Callable[[O, CodecStage, Listener], Receiver] = Utterance,
-        cuts_chunks: bool = False,
     ) -> None:
-        """`cuts_chunks`: whether the engine delivers streams in chunks of the right size for the codec."""
         if not stage.decodes:
             self.capabilities = replace(self.capabilities, audio=False, streaming=False)
         self.host = host
         self._stage = stage
         self._streamer = streamer
         self._utterance = utterance
-        self._cuts_chunks = cuts_chunks
         self._lock = threading.Lock()
         self._audio_seconds = 0.0
 
@@ -379,7 +376,8 @@ class SpeechPipeline(ReadsRecordings, Generic[R, O]):
 
         listener = Listener(on_event, on_end)
         receiver = (self._streamer if stream else self._utterance)(info, self._stage, listener)
-        if self._cuts_chunks and isinstance(receiver, Streamer):
+        if isinstance(receiver, Streamer) and self.info.engine == "native":
+            # The native engine delivers chunks of the right size for the codec.
             receiver.chunk_frames = ()
         receiver.engine = self.host
         receiver.current = wanted

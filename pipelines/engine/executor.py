@@ -108,10 +108,7 @@ class FrameModel:
 
     def make_kv(self, pages: int, page_size: int) -> PagedKV:
         """Makes the pages for keys and values of the backbone."""
-        stack = self.tensors.backbone
-        return PagedKV(
-            len(stack.layers), pages, stack.kv_heads, page_size, stack.head_dim, self.dtype, self.device
-        )
+        return PagedKV(self.tensors.backbone, pages, page_size)
 
     def make_state(self, slots: int, max_pages: int, max_trailing: int) -> SlotState:
         """Makes the device's state of `slots` slots."""

@@ -356,6 +356,8 @@ class NativeModelOptions(ModelOptions):
         other programs on the GPU.
         """
         context = self.positions(max_positions, context)
+        if not self.decodes:
+            needs = needs._replace(decoded_frame=1)
         if device.type == "cpu":
             slots = self.slots or _CPU_SLOTS
             needed = slots * math.ceil(context / self.page_size)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.frame import DrawTensors, StateTensors
+from kernels.frame import DrawTensors, StackTensors, StateTensors
 from kernels.registry import to_device
 from pipelines.request import IntArray
 
@@ -202,25 +202,15 @@ LARGEST_PAGE = 1024
 
 
 class PagedKV:
-    """The key and value pages of all layers, and the numbers of the `free` pages.
+    """The key and value pages of all layers of a stack, and the numbers of the `free` pages.
 
     `k`, `v`: [layers, pages, kv_heads, page_size, head_dim], initialized with zeros so that masked positions
     are never NaN.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        pages: int,
-        kv_heads: int,
-        page_size: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        shape = (layers, pages + 1, kv_heads, page_size, head_dim)
-        self.k: Tensor = torch.zeros(shape, dtype=dtype, device=device)
-        self.v: Tensor = torch.zeros(shape, dtype=dtype, device=device)
+    def __init__(self, stack: StackTensors, pages: int, page_size: int) -> None:
+        shape = (len(stack.layers), pages + 1, stack.kv_heads, page_size, stack.head_dim)
+        self.k, self.v = (stack.norm.new_zeros(shape) for _ in range(2))
         self.page_size = page_size
         self.pages = pages
         self.free = list(range(pages, SCRATCH_PAGE, -1))

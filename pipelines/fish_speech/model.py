@@ -230,8 +230,6 @@ def plan_sizes(
     stacks = [config.slow, config.fast]
     check_executor(device, options.executor, options.reproducible, options.page_size, stacks)
     needs = memory_needs(config, dtype, options.page_size)
-    if not options.decodes:
-        needs = needs._replace(decoded_frame=1)
     return options.plan(
         needs, device, config.slow.max_positions, _CONTEXT, frame_seconds=1 / config.frames_per_second
     )

@@ -281,7 +281,7 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
             self._meta["codec_dtype"] = type_name(codec.decoder.dtype)
         if info.engine == "native":
             self._meta["executor"] = info.executor
-        super().__init__(host, stage, FishStreamer, FishUtterance, cuts_chunks=info.engine == "native")
+        super().__init__(host, stage, FishStreamer, FishUtterance)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, FishRequestInfo]:
         """The item's first turn, and the parts of the request that its results need. Raises `InputError` for

@@ -5,7 +5,6 @@ frame, and whose sampler draws whole frames."""
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -28,34 +27,22 @@ from pipelines.vllm_engine.frames import EngineFrameState, FrameModel
 class FishState(EngineFrameState):
     """The running requests, and the codes of their prompts."""
 
-    def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
-        self._fish: FishConfig = model.fish
-        self._offsets = torch.arange(self._fish.codebooks, device=device) * self._fish.fast.vocab
-        super().__init__(vllm_config, model, encoder_cache, device)
-
-    def frame_tensors(self) -> FrameTensors:
-        return self.model.frame_tensors()
-
-    def token_ids(self) -> list[int]:
-        return drawn_ids(self._fish)
-
     def admit(self, slot: int, prompt: list[int], written: int, sampling: Any) -> None:
         super().admit(slot, prompt, written, sampling)
-        semantic = self._fish.semantic
         data = (sampling.extra_args or {}).get(PROMPT_CODES, b"")
-        codes = np.frombuffer(data, dtype=np.int16).reshape(-1, len(self._offsets)).copy()
+        codes = np.frombuffer(data, dtype=np.int16).reshape(-1, self.codes.shape[2]).copy()
         if len(codes):
-            places = np.flatnonzero(is_speech(np.array(prompt), semantic))
+            places = np.flatnonzero(is_speech(np.array(prompt), self.model.fish.semantic))
             self.codes[slot, to_device(torch.from_numpy(places), self.device)] = to_device(
                 torch.from_numpy(codes), self.device
             )
 
     def embed(self, ids: Tensor, codes: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        semantic = self._fish.semantic
         text = self.model.embed_input_ids(ids)
-        speech = is_speech(ids, semantic)
-        spoken = embedding_bag(codes.long() + self._offsets, self.model.fast.codebooks, mode="sum")
-        return torch.where(speech[:, None], (text + spoken) * (1 / math.sqrt(self._fish.codebooks + 1)), text)
+        speech = is_speech(ids, self.model.fish.semantic)
+        feedback = self.tensors.feedback
+        spoken = embedding_bag(codes.long() + feedback.starts, feedback.table, mode="sum")
+        return torch.where(speech[:, None], (text + spoken) * feedback.scale, text)
 
 
 class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
@@ -71,7 +58,7 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
         self._dtype: torch.dtype = vllm_config.model_config.dtype
         #: The embeddings of the ids that can be drawn, and the fast AR. Their tensors are also parameters,
         #: because vLLM counts, moves and fills parameters.
-        self.drawn = torch.empty(len(drawn_ids(self.fish)), self.fish.slow.hidden, dtype=self._dtype)
+        self.drawn = torch.empty(len(self.token_ids()), self.fish.slow.hidden, dtype=self._dtype)
         self.fast = take_fast(Loader(TensorSource(), "", self._dtype, self.drawn.device), self.fish)
         self.beside = nn.ParameterList(
             [nn.Parameter(tensor, requires_grad=False) for tensor in _tensors((self.drawn, self.fast))]
@@ -86,6 +73,10 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
         """Returns the hidden states: the frame's kernels compute the logits from them."""
         self.drawn_from = hidden_states
         return hidden_states
+
+    def token_ids(self) -> list[int]:
+        """The ids of all values of code 0; the last one is the end."""
+        return drawn_ids(self.fish)
 
     def frame_tensors(self) -> FrameTensors:
         """The tensors of a frame after the slow AR's last layer."""
@@ -104,7 +95,7 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
         with Checkpoint(self.fish.folder) as checkpoint:
             load = Loader(checkpoint, "", self._dtype, torch.device("cpu"))
             loaded = super().load_weights(self._slow(load.at(SLOW)))
-            drawn = self._embeddings(load.at(SLOW))[drawn_ids(self.fish)]
+            drawn = self._embeddings(load.at(SLOW))[self.token_ids()]
             for place, tensor in zip(self.beside, _tensors((drawn, take_fast(load, self.fish)))):
                 place.data.copy_(tensor)
         return loaded | {f"beside.{index}" for index in range(len(self.beside))}

@@ -216,13 +216,8 @@ def engine_options(
     """
     positions = options.positions(config.talker.max_positions)
     needs = memory_needs(config, dtype, options.page_size, positions, taken)
-    frame = needs.decoded_frame if options.decodes else 1
-    return options.plan(
-        needs._replace(slot=needs.slot + state, decoded_frame=frame),
-        device,
-        config.talker.max_positions,
-        wide=wide,
-    )
+    needs = needs._replace(slot=needs.slot + state)
+    return options.plan(needs, device, config.talker.max_positions, wide=wide)
 
 
 def memory_needs(

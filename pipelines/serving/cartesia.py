@@ -29,18 +29,6 @@ MAX_NAME_CHARACTERS = 200
 #: Maximum bytes of audio in one message, a multiple of the sample size of every encoding. Clients accept
 #: messages of 1 MiB, and base64 adds a third.
 MAX_PIECE_BYTES = 1 << 18
-#: Fields that must stay the same in a context.
-SETTINGS = frozenset(
-    {
-        "model_id",
-        "voice",
-        "language",
-        "output_format",
-        "generation_config",
-        "add_timestamps",
-        "add_phoneme_timestamps",
-    }
-)
 
 _IGNORE_OTHERS = ConfigDict(extra="ignore")
 
@@ -121,6 +109,10 @@ class MessagesFields(SpeechFields):
                 times = {f"{name}s": texts, "start": start, "end": end}
                 facts = {"estimated": True} if piece.estimated else {}
                 yield _message(kind, context_id, **{f"{name}_timestamps": times, **facts})
+
+
+#: Fields that must stay the same in a context: all but the text.
+SETTINGS = MessagesFields.model_fields.keys() - {"transcript"}
 
 
 class EventsRequest(MessagesFields):

@@ -59,15 +59,15 @@ class Part(Body):
         return self
 
 
-def _in_parts(content: object) -> object:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 class ChatMessage(Body):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[Part], BeforeValidator(_in_parts), Field(min_length=1, max_length=MAX_MESSAGES)]
+    content: Annotated[
+        list[Part],
+        BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given),
+        Field(min_length=1, max_length=MAX_MESSAGES),
+    ]
 
 
 class Xargs(Body):

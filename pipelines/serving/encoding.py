@@ -14,7 +14,17 @@ import numpy as np
 import soundfile
 import soxr
 
-from pipelines.audio import CONTAINERS, NO_SAMPLES, Samples, encode, read_header, resample, to_pcm, wav_header
+from pipelines.audio import (
+    CONTAINERS,
+    NO_SAMPLES,
+    Samples,
+    encode,
+    read_header,
+    resample,
+    to_pcm,
+    unreadable,
+    wav_header,
+)
 from pipelines.audio_format import CONTENT_TYPES, RATES_OF, AudioFormat, holds_rate
 from pipelines.errors import ErrorCode, InputError
 
@@ -213,8 +223,8 @@ def read_audio(text: str, max_seconds: float) -> bytes:
     data = _decoded(text)
     header = read_header(data, max_seconds)
     if header.format not in _KNOWN or header.frames <= 0:
-        raise _unreadable(
-            f"The audio is {header.format} with {header.frames} samples",
+        raise unreadable(
+            f"The audio is {header.format} with {header.frames} samples.",
             "Give a WAV, FLAC, OGG or MP3 file with sound.",
         )
     return data
@@ -226,7 +236,7 @@ def _decoded(text: str) -> bytes:
         found = _DATA_URL.match(text[:_HEAD_CHARACTERS])
         if found is None:
             if text[:5].lower() == "data:":
-                raise _unreadable("The data URL is not base64", "Write it as data:audio/wav;base64,...")
+                raise unreadable("The data URL is not base64.", "Write it as data:audio/wav;base64,...")
             raise InputError(
                 ErrorCode.INPUT_AUDIO_FORBIDDEN,
                 f"The audio is the address {text[:80]!r}; addresses are not fetched.",
@@ -240,10 +250,6 @@ def _decoded(text: str) -> bytes:
             return msgspec.convert(payload, bytes)
         return base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise _unreadable(
-            "The audio is not base64", "Send the bytes of the file as base64, with its padding."
+        raise unreadable(
+            "The audio is not base64.", "Send the bytes of the file as base64, with its padding."
         ) from error
-
-
-def _unreadable(message: str, advice: str) -> InputError:
-    return InputError(ErrorCode.INPUT_AUDIO_UNREADABLE, f"{message}.", advice)

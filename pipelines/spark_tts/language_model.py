@@ -143,7 +143,7 @@ def plan_sizes(
         # state of a layer, each in float32.
         slot=3 * 4 * (lm.vocab + 2 * lm.intermediate),
         page=options.page_size * lm.cached_values * width,
-        decoded_frame=_DECODED_TOKEN_BYTES if options.decodes else 1,
+        decoded_frame=_DECODED_TOKEN_BYTES,
     )
     sizes = options.plan(needs, device, lm.max_positions, frame_seconds=1 / config.tokens_per_second)
     return sized(sizes, device)

@@ -223,13 +223,13 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
         info = host.info
-        native = host.info.engine == "native"
         self._context = info.max_context
-        self._meta = {"engine": info.engine, **({"executor": info.executor} if native else {})}
+        executor = {"executor": info.executor} if info.engine == "native" else {}
+        self._meta = {"engine": info.engine, **executor}
         self._meta["dtype"] = info.dtype
         if parts.codec is not None:
             self._meta["codec_dtype"] = type_name(parts.codec.dtype)
-        super().__init__(host, stage, SparkStreamer, cuts_chunks=native)
+        super().__init__(host, stage, SparkStreamer)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkRequestInfo]:
         """The LM's request, and the parts of the request that its results need. Raises `InputError` for a

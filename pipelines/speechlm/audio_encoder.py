@@ -14,8 +14,8 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
 from transformers.models.whisper.feature_extraction_whisper import WhisperFeatureExtractor
 
-from pipelines.audio import Samples
-from pipelines.errors import ErrorCode, InputError, input_too_long
+from pipelines.audio import Samples, unreadable
+from pipelines.errors import input_too_long
 from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint, fill_module
 from pipelines.speechlm.config import TOWER_SECONDS, SpeechLmConfig, own_keys
 from pipelines.speechlm.weights import ADAPTOR, TOWER
@@ -85,11 +85,7 @@ class AudioEncoder:
 def check_length(samples: int) -> None:
     """Raises `InputError` for a recording that is too short or too long for the tower. It is never cut."""
     if samples < _MIN_SAMPLES:
-        raise InputError(
-            ErrorCode.INPUT_AUDIO_UNREADABLE,
-            f"The audio has {samples} samples at 16 kHz.",
-            "Give at least 25 ms of audio.",
-        )
+        raise unreadable(f"The audio has {samples} samples at 16 kHz.", "Give at least 25 ms of audio.")
     if samples > TOWER_SECONDS * SAMPLE_RATE:
         raise input_too_long(
             f"The audio is {samples / SAMPLE_RATE:.1f} s long; the maximum of this model is {TOWER_SECONDS} s.",

@@ -70,7 +70,7 @@ class EngineFrames:
             device = self._device
             stack = tensors.backbone
             dtype = tensors.head.dtype
-            none = PagedKV(0, 0, stack.kv_heads, 1, stack.head_dim, dtype, device)
+            none = PagedKV(stack, 0, 1)
             frame = FusedFrame(
                 tensors, self._state.tensors, none.k, none.v, bucket, plan_for(bucket, stack.hidden)
             )

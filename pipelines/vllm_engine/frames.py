@@ -215,12 +215,14 @@ class EngineFrameState(FrameState):
     """The state of requests whose frames are drawn as on the native engine, with the noise of their seeds; vLLM
     runs the backbone.
 
-    A subclass implements `frame_tensors`, whose backbone has no layers, and `token_ids`.
+    Its model has `frame_tensors`, whose backbone has no layers, and `token_ids`: those of all values of code 0,
+    of which the last one is the end.
     """
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        tensors = self.frame_tensors()
+        self.tensors: FrameTensors = self.model.frame_tensors()
+        tensors = self.tensors
         slots = self.max_num_reqs
         self._prompt = torch.zeros(tensors.backbone.hidden, dtype=self.dtype, device=device)
         self.drawing = SlotState(
@@ -228,16 +230,8 @@ class EngineFrameState(FrameState):
         )
         self._frames = EngineFrames(tensors, self.drawing, graphed=not vllm_config.model_config.enforce_eager)
         # If logits are NaN, any row of the head may be drawn. Its unused rows end the sequence.
-        ids = self.token_ids()
+        ids: list[int] = self.model.token_ids()
         self._ids = torch.tensor(ids + ids[-1:] * (len(tensors.head) - len(ids)), device=device)
-
-    def frame_tensors(self) -> FrameTensors:
-        """The tensors of a frame of the loaded model."""
-        raise NotImplementedError
-
-    def token_ids(self) -> list[int]:
-        """The ids of all values of code 0; the last one is the end."""
-        raise NotImplementedError
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Captures the graphs before vLLM measures the free memory."""

@@ -17,6 +17,7 @@ from pipelines.engine.core import EngineOptions, engine_failure
 from pipelines.engine.executor import FrameCodes, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.scheduler import GenerationRequest, PromptPrefix, Utterance
 from pipelines.engine.state import PagedKV, SamplingParams, SlotState
+from tests.support.attention_layers import SMALLEST
 from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import Recorder
 
@@ -69,7 +70,7 @@ class Device(FrameExecutor):
 
     def __init__(self, slots: int, pages: int, lag: int) -> None:
         self.batch_sizes, self.lag = (slots,), lag
-        self.kv = PagedKV(1, pages, 1, PAGE, 1, torch.float32, CPU)
+        self.kv = PagedKV(SMALLEST, pages, PAGE)
         self.keys = self.kv.k[0, :, 0, :, 0].numpy()
         self.state = SlotState(slots, 1, 2, 16, 4, 0, torch.float32, CPU)
         self.running: list[Utterance] = []

@@ -17,6 +17,7 @@ from pipelines.engine.core import EngineOptions
 from pipelines.engine.executor import FrameCodes, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import PagedKV, Placement, SamplingParams
+from tests.support.attention_layers import SMALLEST
 from tests.support.listened import ListenedCore
 
 FRAME_SECONDS = 0.08
@@ -76,7 +77,7 @@ class SimulatedDevice(FrameExecutor):
         #: Codes of codebook 0 of each request by its seed; zeros for others.
         self.codes_of: dict[int, np.ndarray] = {}
         self.batch_sizes = buckets_for(slots)
-        self.kv = PagedKV(1, (slots + spare_slots) * 8, 1, 64, 1, torch.float32, torch.device("cpu"))
+        self.kv = PagedKV(SMALLEST, (slots + spare_slots) * 8, 64)
         self.state = SimulatedSlots(slots + spare_slots, self.frames_of)  # type: ignore[assignment]
         self._rows = slots
         self._free = 0.0

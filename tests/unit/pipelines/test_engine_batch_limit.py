@@ -15,6 +15,7 @@ from pipelines.engine.core import EngineOptions
 from pipelines.engine.executor import FrameCodes, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.scheduler import FIRST_PATIENCE, MAX_PATIENCE, BatchLimit, GenerationRequest
 from pipelines.engine.state import PagedKV, SamplingParams, SlotState
+from tests.support.attention_layers import SMALLEST
 from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import Recorder
 from tests.support.rounds import turn_until
@@ -42,7 +43,7 @@ class SmallDevice(FrameExecutor):
 
     def __init__(self, room: int) -> None:
         self.room = room
-        self.kv = PagedKV(1, 256, 1, 8, 1, torch.float32, torch.device("cpu"))
+        self.kv = PagedKV(SMALLEST, 256, 8)
         self.state = SlotState(SLOTS, 1, 2, 8, 8, 0, torch.float32, torch.device("cpu"))
         #: Turns, and those that ran out of memory; the largest batch that went well since somebody looked.
         self.turns = 0

@@ -16,7 +16,8 @@ from pipelines.engine.engine import Engine
 from pipelines.engine.scheduler import PrefixCache, Scheduler, Utterance
 from pipelines.engine.state import PagedKV
 from pipelines.errors import ErrorCode
-from tests.support.prefix_rig import CPU, PAGE, Device, Run, request
+from tests.support.attention_layers import SMALLEST
+from tests.support.prefix_rig import PAGE, Device, Run, request
 from tests.support.rounds import turn_until
 from tests.unit.pipelines.test_engine_thread import Waiter
 
@@ -185,7 +186,7 @@ def test_kv_in_use_is_what_requests_use() -> None:
 
 
 def test_a_prefix_is_known_by_its_content_and_its_pages() -> None:
-    kv = PagedKV(1, 8, 1, PAGE, 1, torch.float32, CPU)
+    kv = PagedKV(SMALLEST, 8, PAGE)
     cache = PrefixCache(kv)
     pages = [kv.free.pop() for _ in range(3)]
     kept = cache.keep(None, b"voice", pages[:2])
@@ -198,7 +199,7 @@ def test_a_prefix_is_known_by_its_content_and_its_pages() -> None:
 
 
 def test_a_longer_prefix_goes_on_from_the_very_shorter_one_and_both_are_read() -> None:
-    kv = PagedKV(1, 8, 1, PAGE, 1, torch.float32, CPU)
+    kv = PagedKV(SMALLEST, 8, PAGE)
     cache = PrefixCache(kv)
     pages = [kv.free.pop() for _ in range(5)]
     voice = cache.keep(None, b"voice", pages[:2])
@@ -251,7 +252,7 @@ def test_what_goes_on_from_a_prefix_with_nan_is_given_to_nobody_and_nothing_is_k
 
 def test_nothing_is_shared_by_those_who_declare_nothing() -> None:
     options = EngineOptions(prefill_chunk=6, prefill_tokens=64, reserve_frames=0)
-    scheduler = Scheduler(PagedKV(1, 8, 1, PAGE, 1, torch.float32, CPU), 2, options)
+    scheduler = Scheduler(PagedKV(SMALLEST, 8, PAGE), 2, options)
     scheduler.waiting.extend(Utterance(request(number, 1, 0, 9), Waiter()) for number in range(2))
     for utterance in scheduler.admit():
         utterance.prefilled = 8

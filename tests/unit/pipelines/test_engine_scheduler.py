@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.scheduler import GenerationRequest, Scheduler, Utterance
 from pipelines.engine.state import PagedKV, SamplingParams
 from pipelines.engine.turns import Playback
+from tests.support.attention_layers import SMALLEST
 
 NOBODY: Any = None
 
@@ -34,7 +34,7 @@ def test_the_chunks_of_a_prompt_do_not_depend_on_its_neighbours(budget: int) -> 
     """Whole chunks, and a prompt's last one shorter: whatever is left of the turn's budget."""
     chunk = 16
     scheduler = Scheduler(
-        PagedKV(1, 64, 1, 8, 2, torch.float32, torch.device("cpu")),
+        PagedKV(SMALLEST, 64, 8),
         8,
         EngineOptions(prefill_chunk=chunk, prefill_tokens=budget, reserve_frames=0),
     )
@@ -55,7 +55,7 @@ def test_who_makes_way_is_the_first_of_its_queue() -> None:
     """Before those who never ran: what is known of it is heard, or waited for."""
     for queue in ("waiting", "waiting_streams"):
         scheduler = Scheduler(
-            PagedKV(1, 64, 1, 8, 2, torch.float32, torch.device("cpu")),
+            PagedKV(SMALLEST, 64, 8),
             2,
             EngineOptions(prefill_chunk=16, prefill_tokens=64, reserve_frames=0),
         )

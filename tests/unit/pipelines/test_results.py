@@ -24,7 +24,16 @@ from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, Nig
 from pipelines.nn.config_keys import BaseSamplingDefaults, Keys, Size, Sizes, Whole
 from pipelines.options import TokenModelOptions, read_options
 from pipelines.recording import read_recording
-from pipelines.request import Capabilities, EngineStats, Generation, Message, SynthesisRequest, stream, submit
+from pipelines.request import (
+    Capabilities,
+    EngineInfo,
+    EngineStats,
+    Generation,
+    Message,
+    SynthesisRequest,
+    stream,
+    submit,
+)
 from pipelines.results import FinishedCodes, RequestInfo, SpeechPipeline, Streamer, no_audio
 from pipelines.tokens import (
     TokenPrompt,
@@ -95,6 +104,7 @@ class Host:
         self.cancelled: list[TokenRequest] = []
         self.play: Callable[[Any], None] = lambda receiver: None
         self.plays_outside = False
+        self.info = EngineInfo()
 
     def submit(self, request: TokenRequest, receiver: Any) -> None:
         self.entering.set()
