@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,8 +16,14 @@ from torch import Tensor
 
 from kernels.cuda_graphs import lacks_memory
 from kernels.reference import ENDED, NOT_FINITE
-from kernels.sampler import DrawFlags
-from pipelines.engine.executor import EngineOptions, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
+from pipelines.engine.executor import (
+    EngineOptions,
+    FrameCodes,
+    FrameExecutor,
+    FrameSettings,
+    PendingFrames,
+    PrefillRun,
+)
 from pipelines.engine.runaway import RunawayGuard
 from pipelines.engine.scheduler import Finish, FrameReceiver, GenerationRequest, Scheduler, Utterance
 from pipelines.engine.state import Placement
@@ -36,7 +42,10 @@ _WHOLE_SHARE = 4
 
 
 class _Turn(NamedTuple):
-    batch: list[tuple[Utterance, int]]
+    batch: list[Utterance]
+    #: int64 [rows]: the slots of `batch`, and the values of `Scheduler.runs` at its start.
+    slots: IntArray
+    runs: IntArray
     pending: PendingFrames
     frames: int
     #: Whether every utterance that needed a frame has a row in it.
@@ -65,8 +74,6 @@ class EngineCore:
         self._clock = clock
         self.turns = deque[_Turn]()
         self._since_admission = 0
-        #: The samplers' flags for a batch, kept while the batch stays the same.
-        self._drawn: tuple[list[Utterance], DrawFlags, DrawFlags] | None = None
         #: Maximum rows of a frame.
         self._rows = executor.state.slots - options.spare_slots
         self.planner = TurnPlanner(
@@ -77,9 +84,15 @@ class EngineCore:
             options.first_frames,
         )
         self.scheduler = Scheduler(executor.kv, executor.state.slots, options)
-        self._guard = (
-            RunawayGuard(executor.state.slots, options.frame_seconds) if options.runaway_guard else None
-        )
+        slots = executor.state.slots
+        #: [slots]: number of frames read of each slot's utterance, and the number up to which they are only kept.
+        self._made = np.zeros(slots, np.int64)
+        self._kept_until = np.zeros(slots, np.int64)
+        #: int32 [slots, frames, codebooks] and float32 [slots, frames]: the frames that were read, and their log
+        #: probabilities. Memory is only used up to the longest utterance of each slot.
+        self._codes = np.zeros((slots, options.max_context, 0), np.int32)
+        self._log_probabilities = np.zeros((slots, options.max_context), np.float32)
+        self._guard = RunawayGuard(slots, options.frame_seconds) if options.runaway_guard else None
 
     @property
     def busy(self) -> bool:
@@ -240,6 +253,8 @@ class EngineCore:
                 log.exception("a request could not be admitted")
                 self._fail(utterance, engine_failure(error))
                 continue
+            self._made[utterance.slot] = 0
+            self._kept_until[utterance.slot] = request.max_tokens if utterance.playback is None else 0
             if self._guard is not None:
                 self._guard.begin(utterance.slot, request.longest)
         if placements:
@@ -281,51 +296,42 @@ class EngineCore:
         batch = [one for one in batch if one.slot >= 0]
         if not batch:
             return None
-        if self._drawn is None or self._drawn[0] != batch:
-            samplings = [one.request.sampling for one in batch]
-            self._drawn = (
-                batch,
-                DrawFlags.of([(s.temperature, s.top_k, s.top_p) for s in samplings]),
-                DrawFlags.of(
-                    [(s.residual_temperature, s.residual_top_k, s.residual_top_p) for s in samplings]
-                ),
-            )
-        settings = FrameSettings(max([one.last + one.started for one in batch]) + 1, *self._drawn[1:])
-        pending = self.executor.frames([one.slot for one in batch], count, settings)
+        settings = FrameSettings(
+            max([one.last + one.started for one in batch]) + 1, [one.request.sampling for one in batch]
+        )
+        slots = [one.slot for one in batch]
+        pending = self.executor.frames(slots, count, settings)
         for utterance in batch:
             utterance.started += count
-        turn = _Turn([(one, one.run) for one in batch], pending, count, together)
+        at = np.array(slots)
+        turn = _Turn(batch, at, self.scheduler.runs[at], pending, count, together)
         self.turns.append(turn)
         return turn
 
     def _read(self, turn: _Turn) -> None:
         result = turn.pending()
-        flagged = set(np.flatnonzero(result.flags.any(axis=0)).tolist())
-        count = turn.frames
-        # One array has both, so that rows are cut and kept once.
-        own = result.log_probabilities.astype(np.float64).view(np.int64)[:, :, None]
-        made = np.concatenate((result.codes, own), axis=2)
-        for row, ((utterance, run), codes) in enumerate(zip(turn.batch, made.swapaxes(0, 1))):
-            if utterance.run != run:
-                continue
-            if (
-                row in flagged
-                or utterance.playback is not None
-                or utterance.made + count >= utterance.request.max_tokens
-            ):
-                self._take(utterance, codes, result.flags[:, row] if row in flagged else None)
-            else:  # the common case
-                utterance.parts.append(codes)
-                utterance.made += count
-                self.frames_made += count
+        slots, count = turn.slots, turn.frames
+        if not self._codes.size:
+            self._codes = np.zeros((*self._codes.shape[:2], result.codes.shape[2]), np.int32)
+        current = self.scheduler.runs[slots] == turn.runs
+        made = self._made[slots]
+        kept = current & (made + count < self._kept_until[slots]) & ~result.flags.any(axis=0)
+        at, made = slots[kept], made[kept]
+        for frame in range(count):
+            self._codes[at, made + frame] = result.codes[frame, kept]
+            self._log_probabilities[at, made + frame] = result.log_probabilities[frame, kept]
+        self._made[at] += count
+        self.frames_made += count * len(at)
+        for row in np.flatnonzero(current & ~kept).tolist():
+            self._take(turn.batch[row], result, row)
         if self._guard is None:
             return
-        rows = [row for row, (utterance, run) in enumerate(turn.batch) if utterance.run == run]
-        running = [turn.batch[row][0] for row in rows]
-        for index in self._guard.record([one.slot for one in running], result.codes[:, rows, 0]):
-            seconds = running[index].made * self.options.frame_seconds
+        rows = np.flatnonzero(self.scheduler.runs[slots] == turn.runs)
+        for index in self._guard.record(slots[rows], result.codes[:, rows, 0]):
+            utterance = turn.batch[rows[index]]
+            seconds = self._made[utterance.slot] * self.options.frame_seconds
             self._fail(
-                running[index],
+                utterance,
                 SynthesisError(
                     ErrorCode.SYNTH_RUNAWAY,
                     f"After {seconds:.1f} s the speech repeats itself, or is much longer than its text.",
@@ -333,15 +339,16 @@ class EngineCore:
                 ),
             )
 
-    def _take(self, utterance: Utterance, codes: IntArray, flags: NDArray[np.uint8] | None) -> None:
-        """Receives the frames of one utterance as in `Utterance.parts`, up to its end; `flags`: None if none is
-        set."""
-        room = utterance.request.max_tokens - utterance.made
-        finish: Finish | None = None
-        if len(codes) >= room:
-            codes = codes[: room - 1]
-            finish = "length"
-        if flags is not None:
+    def _take(self, utterance: Utterance, result: FrameCodes, row: int) -> None:
+        """Receives the frames of one row, up to the end of its utterance."""
+        slot, flags = utterance.slot, result.flags[:, row]
+        codes, log_probabilities = self._codes[slot], self._log_probabilities[slot]
+        made = int(self._made[slot])
+        room = utterance.request.max_tokens - made
+        count, finish = len(flags), cast("Finish | None", None)
+        if count >= room:
+            count, finish = room - 1, "length"
+        if flags[:room].any():
             flag = int((flags[:room] != 0).argmax())
             if flags[flag] & NOT_FINITE:
                 self.scheduler.scrub(utterance)
@@ -355,40 +362,39 @@ class EngineCore:
                 )
                 return
             if flags[flag] & ENDED:
-                codes = codes[:flag]
-                finish = "eos"
-        if len(codes):
-            utterance.parts.append(codes)
-            utterance.made += len(codes)
-            self.frames_made += len(codes)
-            if utterance.playback is not None:
-                self._deliver(utterance, utterance.playback, utterance.made - utterance.delivered)
+                count, finish = flag, "eos"
+        end = made + count
+        codes[made:end] = result.codes[:count, row]
+        log_probabilities[made:end] = result.log_probabilities[:count, row]
+        self._made[slot] = end
+        self.frames_made += count
+        if count and utterance.playback is not None:
+            self._deliver(utterance, utterance.playback, codes[:end])
         if finish is None:
             return
+        whole = codes[:end].astype(np.int64), finish, log_probabilities[:end].astype(np.float64)
         self.scheduler.remove(utterance)
-        made = np.concatenate(utterance.parts) if utterance.parts else np.zeros((0, 1), np.int64)
         self.requests_done += 1
         try:
-            utterance.receiver.finished(made[:, :-1], finish, made[:, -1].view(np.float64))
+            utterance.receiver.finished(*whole)
         except Exception as error:
             log.exception("a receiver of the engine failed")
             _notify(utterance.receiver.failed, engine_failure(error))
 
-    def _deliver(self, utterance: Utterance, playback: Playback, fresh: int) -> None:
+    def _deliver(self, utterance: Utterance, playback: Playback, codes: NDArray[np.int32]) -> None:
         """Delivers whole chunks of a stream. After a restart, frames that were already delivered are made again,
-        but not delivered again."""
-        now = self._clock()
+        but not delivered again. codes: all frames read."""
+        now, fresh = self._clock(), len(codes) - utterance.delivered
         if playback.awaiting:
             playback.size = self.planner.next_size(playback, now)
         while fresh >= playback.wanted or (fresh > 0 and utterance.starved):
             size = playback.wanted if fresh >= playback.wanted else self.planner.whole_part(fresh)
-            # Every part has at least one frame, so the last `fresh` frames are in the last `fresh` parts.
-            chunk = np.concatenate(utterance.parts[-fresh:])[-fresh:][:size]
+            chunk = codes[utterance.delivered :][:size].astype(np.int64)
             utterance.delivered += len(chunk)
             fresh -= len(chunk)
             playback.record_chunk(len(chunk), now, self.options.frame_seconds)
             playback.size = self.planner.next_size(playback, now)
-            _notify(utterance.receiver.frames, chunk[:, :-1])
+            _notify(utterance.receiver.frames, chunk)
         playback.missing = playback.wanted - fresh
 
     def _fail(self, utterance: Utterance, error: NightjarError) -> None:

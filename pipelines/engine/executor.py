@@ -19,7 +19,7 @@ from kernels.reference import FrameOutput, backbone_step, draw_frame, run_stack
 from kernels.registry import to_device
 from kernels.sampler import DrawFlags
 from pipelines.engine.buckets import buckets_for
-from pipelines.engine.state import PagedKV, SlotState
+from pipelines.engine.state import PagedKV, SamplingParams, SlotState
 from pipelines.engine.turns import CHUNK_FRAMES, FIRST_FRAMES
 from pipelines.request import IntArray
 
@@ -73,11 +73,19 @@ class PrefillRun(NamedTuple):
 
 
 class FrameSettings(NamedTuple):
-    """The longest context of a batch after this frame, and the flags of its samplers."""
+    """The longest context of a batch after this frame, and the settings of its samplers."""
 
     max_length: int
-    first: DrawFlags
-    residual: DrawFlags
+    samplings: Sequence[SamplingParams]
+
+    @property
+    def flags(self) -> tuple[DrawFlags, DrawFlags]:
+        """Those of codebook 0, and of the other codebooks."""
+        settings = self.samplings
+        return (
+            DrawFlags.of([(s.temperature, s.top_k, s.top_p) for s in settings]),
+            DrawFlags.of([(s.residual_temperature, s.residual_top_k, s.residual_top_p) for s in settings]),
+        )
 
 
 class FrameModel:
@@ -152,7 +160,7 @@ class FrameModel:
         """
         tensors = self.tensors
         hidden = backbone_step(tensors.backbone, state.tensors, kv.k, kv.v, rows, settings.max_length)
-        return draw_frame(tensors, state.tensors, rows, hidden, settings.first, settings.residual, forced)
+        return draw_frame(tensors, state.tensors, rows, hidden, *settings.flags, forced)
 
 
 class FrameCodes(NamedTuple):

@@ -40,8 +40,9 @@ class RunawayGuard:
         rows = np.asarray(slots, np.int64)
         past = self._codes[rows]
         counts = self._counts[rows]
-        for frame in codes:
-            counts = np.where(past == frame[:, None], counts + 1, np.maximum(counts - _TAKEN_BACK, 0))
+        for frame in codes.astype(np.int32):
+            counts += np.where(past == frame[:, None], np.int32(1), np.int32(-_TAKEN_BACK))
+            np.maximum(counts, 0, out=counts)
             past[:, 1:] = past[:, :-1]
             past[:, 0] = frame
         self._codes[rows], self._counts[rows] = past, counts

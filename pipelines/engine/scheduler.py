@@ -244,16 +244,12 @@ class Utterance:
     shared_pages: int = 0
     #: The prompt's embeddings [length, hidden], until it is prefilled.
     embeddings: Tensor | None = None
-    #: Number of prompt positions whose keys are written, number of frames started, number of frames read, and
-    #: the frames that were read, in parts [frames, codebooks + 1]; the last column has the bits of the log
-    #: probabilities as float64.
+    #: Number of prompt positions whose keys are written, and number of frames started.
     prefilled: int = 0
     started: int = 0
-    made: int = 0
-    parts: list[IntArray] = field(default_factory=list)
     #: Number of frames already delivered, which a restart must not deliver again.
     delivered: int = 0
-    #: Increases when the utterance leaves its slot, so that pending frames of an earlier run are dropped.
+    #: Number of times that the utterance has left a slot.
     run: int = 0
     #: The playback of a stream; None for a whole utterance.
     playback: Playback | None = None
@@ -336,6 +332,8 @@ class Scheduler:
         self.preempted = 0
         self.limit = BatchLimit(slots)
         self._free_slots = list(range(slots - 1, -1, -1))
+        #: Increases when an utterance leaves the slot, so that its pending frames are dropped.
+        self.runs = np.zeros(slots, np.int64)
         self._whole_slots = max(slots - options.stream_slots, 1)
         self._kept_whole = slots // _WHOLE_PART
         self._options = options
@@ -448,7 +446,7 @@ class Scheduler:
         """
         chunks = list[tuple[Utterance, int]]()
         budget = self._options.prefill_tokens // share
-        for utterance in among:
+        for utterance in [one for one in among if one.prefilled < one.last]:
             at = utterance.prefilled
             request = utterance.request
             size = self.kv.page_size
@@ -477,7 +475,8 @@ class Scheduler:
         (utterance, new pages)."""
         grown = list[tuple[Utterance, list[int]]]()
         size = self.kv.page_size
-        for utterance in batch:
+        # Runs for every row of every turn, and few need a page.
+        for utterance in [one for one in batch if one.last + one.started + frames > len(one.pages) * size]:
             missing = -(-(utterance.last + utterance.started + frames) // size) - len(utterance.pages)
             while missing > 0 and utterance.slot >= 0:
                 pages = self.prefixes.take(missing)
@@ -496,8 +495,7 @@ class Scheduler:
         """Moves an utterance back to the head of its queue, to start again from its prompt, without any frames."""
         self.remove(utterance)
         utterance.embeddings = None
-        utterance.prefilled = utterance.started = utterance.made = 0
-        utterance.parts = []
+        utterance.prefilled = utterance.started = 0
         if utterance.playback is None:
             self.waiting.appendleft(utterance)
             self.preempted += 1
@@ -516,6 +514,7 @@ class Scheduler:
             return
         self.running.remove(utterance)
         self._free_slots.append(utterance.slot)
+        self.runs[utterance.slot] += 1
         self.kv.free += utterance.pages[utterance.shared_pages :]
         if utterance.shared is not None:
             self.prefixes.release(utterance.shared)

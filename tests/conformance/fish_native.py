@@ -31,7 +31,6 @@ DRAWS = 100_000
 #: Seeds among which one draws what a case of the window wants.
 SEEDS = 4_000
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, residual_temperature=0.0, min_new_tokens=0)
-GREEDY_FLAGS = DrawFlags(0, False, True)
 
 
 def cases(golden: Golden) -> Iterator[Case]:
@@ -89,7 +88,7 @@ def forced_frames(
     row, outputs, windows = torch.tensor([0], device=model.device), [], []
     for index, frame in enumerate(codes):
         windows.append([code for code in state.recent[0].tolist() if code >= 0])
-        settings = FrameSettings(len(prompt) + index, GREEDY_FLAGS, GREEDY_FLAGS)
+        settings = FrameSettings(len(prompt) + index, ())
         outputs.append(
             model.frame(row, settings, state, kv, torch.from_numpy(frame[None].copy()).to(model.device))
         )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.reference import ENDED, FrameOutput
-from kernels.sampler import WEIGHT_BITS, DrawFlags, process_first, token_weights
+from kernels.sampler import WEIGHT_BITS, process_first, token_weights
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.executor import EagerExecutor, FrameSettings, PrefillRun
 from pipelines.engine.scheduler import GenerationRequest
@@ -32,7 +32,6 @@ LOGITS_LIMIT = 2e-4
 PROBABILITY_LIMIT = 1e-6
 #: How far a bf16 run may be from float32, in units of the reference's own bf16 error.
 BF16_FACTOR = 2.0
-GREEDY_FLAGS = DrawFlags(0, any_top_p=False, all_greedy=True)
 #: Our runs for the lengths of drawn speech, and how unlikely a difference from the reference's counts must be
 #: to fail.
 LENGTH_RUNS = 384
@@ -194,7 +193,7 @@ def forced_frames(
     row = torch.tensor([0], device=model.device)
     outputs = []
     for index, frame in enumerate([*codes.astype(np.int64), np.zeros(model.codebooks, np.int64)]):
-        settings = FrameSettings(len(prompt) + index, GREEDY_FLAGS, GREEDY_FLAGS)
+        settings = FrameSettings(len(prompt) + index, ())
         outputs.append(model.frame(row, settings, state, kv, torch.from_numpy(frame)[None].to(model.device)))
     return outputs
 

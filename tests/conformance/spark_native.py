@@ -84,7 +84,7 @@ def forced_frames(model: SparkModel, ids: NDArray[np.int64], codes: NDArray[np.i
     row = torch.tensor([0], device=model.device)
     outputs = []
     for index, code in enumerate(codes.tolist()):
-        settings = FrameSettings(len(prompt) + index, GREEDY_FLAGS, GREEDY_FLAGS)
+        settings = FrameSettings(len(prompt) + index, ())
         outputs.append(model.frame(row, settings, state, kv, torch.tensor([[code]], device=model.device)))
     return outputs
 

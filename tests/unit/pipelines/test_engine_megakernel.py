@@ -25,10 +25,10 @@ from pipelines.engine.opening import graph_executor
 from tests.support import persistent_kit
 from tests.support.fake_gpus import FakeGpus
 from tests.support.lm_tensors import Maker, Shape
-from tests.support.persistent_kit import ANY_DRAWS, SMALLEST
+from tests.support.persistent_kit import SMALLEST
 from tests.support.qwen3_golden import golden_model
 
-SETTINGS = FrameSettings(64, ANY_DRAWS, ANY_DRAWS)
+SETTINGS = FrameSettings(64, ())
 
 
 class Eager(GraphExecutor):

@@ -106,14 +106,14 @@ def test_a_stream_whose_text_is_used_up_takes_no_frames_and_others_go_on() -> No
         run(core)
         (starved,) = core.scheduler.running
         assert starved.starved
-        assert starved.made == len(starved.trailing), "one frame for each id"
-        assert sum(len(chunk) for chunk in heard.chunks.get(writer.open, ())) == starved.made, (
+        assert starved.started == len(starved.trailing), "one frame for each id"
+        assert sum(len(chunk) for chunk in heard.chunks.get(writer.open, ())) == starved.started, (
             "what was made is heard before it waits"
         )
     core.add(other)
     turn_until(lambda: other in heard.codes or core.idle, core.step)
     assert other in heard.codes
-    assert starved.made == 9
+    assert starved.started == 9
     assert core.idle
     assert core.busy
     writer.write(core, 100)
@@ -151,7 +151,7 @@ def test_a_stream_that_starts_again_has_all_text_that_came() -> None:
     assert len(core.scheduler.kv.free) == core.scheduler.kv.pages
     writer.write(core, 3)
     run(core)
-    assert (starved.made, starved.starved) == (9, True)
+    assert (starved.started, starved.starved) == (9, True)
     writer.write(core, 100)
     run(core)
     np.testing.assert_array_equal(heard.codes[writer.open], writer.codes())
