@@ -39,15 +39,7 @@ import numpy as np
 import soundfile
 import sqlalchemy as sa
 
-from benchmarks.common import (
-    Result,
-    Row,
-    in_new_process,
-    new_database,
-    parser,
-    processor_name,
-    read,
-)
+from benchmarks.common import Result, Row, in_new_process, new_database, parser, processor_name, read
 from benchmarks.voices import SENTENCES
 from jobs.checks import Quality
 from jobs.codes import StoredCodes

@@ -270,7 +270,7 @@ class JobBench:
         """Writes the checkpoint of a size, and the voice that opens it; for Base the recordings too."""
         place = self.folder / "voices"
         if self.options.instant:
-            voices.install(place, voices.INSTANT, voices.Instant(self.options.instant))
+            voices.install(place, "instant", voices.Instant(self.options.instant))
             return
         lengths = [frames / FRAMES_PER_SECOND for frames in self.load.lengths(400)]
         _, facts = voices.plant(place, size, kind, lengths, self.options.device)
@@ -411,7 +411,7 @@ class JobBench:
     def _words(self, size: str, gpus: int, cloning: str, qa: str) -> tuple[list[str], list[str]]:
         """Options of the job, and of the worker; on a CPU several workers have GPUs in name only."""
         spoken = ["--language", "english", *(("--voice", "ryan") if cloning == "none" else ())]
-        model = [voices.INSTANT] if self.options.instant else [f"planted-{size}-{kind_for(cloning)}", *spoken]
+        model = ["instant"] if self.options.instant else [f"planted-{size}-{kind_for(cloning)}", *spoken]
         job = [str(self.folder / "input.jsonl"), "--model", *model, *self._checks(qa), "--json"]
         job += ["--output", self.options.output] if self.options.output != "audio" else []
         return job, ["--gpu", ",".join(map(str, range(gpus)))] if gpus > 1 or self.bench.on_gpu else []

@@ -104,12 +104,8 @@ class Endless(spark_pipeline.SparkPipeline):
 
 
 class Dummy:
-    """A family for a benchmark: all but the LM, which both engines share, and the LM on each of them.
-
-    Each has its `model` with what it takes of a GPU (its weights are there already, every slot has room for a whole
-    context), the codec's `stage` of a pipeline, the LM's `host` over our own engine, a `pipeline`, and for vLLM the
-    `spec` with dummy weights.
-    """
+    """A family: its `model` with what it takes of a GPU (its weights are there already, every slot has room for a whole
+    context), the codec's `stage`, the LM's `host` over our own engine, a `pipeline`, and for vLLM the `spec` with dummy weights."""
 
     #: Frames of a second of speech, and a recording's samples a second; vLLM's share of the memory.
     rate: float
@@ -123,11 +119,8 @@ class Dummy:
     first_voice = VOICES
 
     def __init__(self, bench: Bench) -> None:
-        self.bench, self.weights, self._texts = (
-            bench,
-            checkpoint.DummyWeights(bench.device),
-            itertools.count(),
-        )
+        self.bench, self.weights = bench, checkpoint.DummyWeights(bench.device)
+        self._texts = itertools.count()
 
     def request(self, name: str, index: int, seconds: float, voice: int | None = None) -> SynthesisRequest:
         """One of the recordings of the warm-up in turn, or `voice`. No text comes twice, so that requests share a voice and
@@ -226,9 +219,6 @@ class Fish(Dummy):
         return spec, TokenModelOptions(dtype=dtype, max_context=CONTEXT)
 
 
-Family = Spark | Fish
-
-
 @lru_cache(maxsize=4096)
 def spoken(voice: int, sample_rate: int) -> bytes:
     """The recording of a voice."""
@@ -238,7 +228,7 @@ def spoken(voice: int, sample_rate: int) -> bytes:
 class Native:
     """A model's executor, over which pipelines are opened one after the other."""
 
-    def __init__(self, family: Family, slots: int, streams: int = 0) -> None:
+    def __init__(self, family: Spark | Fish, slots: int, streams: int = 0) -> None:
         self.family = family
         model, needs = family.model()
         self.sizes = family.sizes(needs, slots, streams)
@@ -262,16 +252,16 @@ class Native:
 class Speaking:
     """What is measured of a pipeline on either engine."""
 
-    def __init__(self, family: Family, pipeline: Any, engine: str, about: dict[str, Any]) -> None:
+    def __init__(self, family: Spark | Fish, pipeline: Any, engine: str, about: dict[str, Any]) -> None:
         self.family, self.bench, self.pipeline = family, family.bench, pipeline
         self.options, self.about, self.engine = family.bench.options, about, engine
 
-    def measure(self, parts: set[str], watched: Watched | None = None) -> None:
+    def measure(self, parts: set[str], *watched: Watched) -> None:
         """Does the parts, and closes the pipeline."""
-        for name in PARTS:
-            if name in parts:
-                given = [watched] if name == "speech" else []
-                self.bench.attempt(f"{self.engine}: {name}", getattr(self, name), *given)
+        if "speech" in parts:
+            self.bench.attempt(f"{self.engine}: speech", self.speech, *watched)
+        if "streams" in parts:
+            self.bench.attempt(f"{self.engine}: streams", self.streams)
         self.pipeline.close()
 
     def speech(self, watched: Watched | None = None) -> None:
@@ -404,16 +394,15 @@ def heard_seconds(future: Future[Speech]) -> float:
     raise error
 
 
-def native(family: Family, parts: set[str]) -> None:
+def native(family: Spark | Fish, parts: set[str]) -> None:
     """The parts on our own engine: with few streams in mind for throughput, and prepared for streams for first
     chunks."""
     bench, options = family.bench, family.bench.options
-    if parts - {"streams"}:
+    if "speech" in parts:
         opened = Native(family, max(options.requests))
         for turns in options.turns:
             about = {"frames_per_turn": turns or opened.sizes.frames_per_turn, **opened.about}
-            speaking = Speaking(family, opened.pipeline(turns), "native", about)
-            speaking.measure(parts - {"streams"}, opened.watched)
+            Speaking(family, opened.pipeline(turns), "native", about).measure({"speech"}, opened.watched)
         del opened
         bench.clean()
     if "streams" in parts:
@@ -422,13 +411,12 @@ def native(family: Family, parts: set[str]) -> None:
         Speaking(family, ready.pipeline(), "native", ready.about).measure({"streams"})
 
 
-def vllm(family: Family, parts: set[str]) -> None:
+def vllm(family: Spark | Fish, parts: set[str]) -> None:
     """The parts on vLLM."""
     from pipelines.vllm_engine.host import VllmHost
 
-    spec, chosen = family.spec()
+    (spec, chosen), begin = family.spec(), time.perf_counter()
     slots = max(family.bench.options.requests)
-    begin = time.perf_counter()
     host = VllmHost(spec, replace(chosen, slots=slots, memory_share=family.memory_share))
     print(f"vLLM started in {time.perf_counter() - begin:.0f} s", flush=True)
     Speaking(family, family.pipeline(host, family.stage()), "vllm", {}).measure(parts - {"streams"})
@@ -439,9 +427,9 @@ def both_engines(bench: Bench, folder: Path) -> None:
     kind = Spark if bench.options.family == "spark" else Fish
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = kind is Spark
     family = kind(bench, folder / "checkpoint")
-    for engine in bench.options.engines:
-        if engine == "native" or find_spec("vllm"):
-            bench.attempt(engine, native if engine == "native" else vllm, family, set(bench.options.parts))
+    for engine, measure in (("native", native), ("vllm", vllm)):
+        if engine in bench.options.engines and (engine == "native" or find_spec("vllm")):
+            bench.attempt(engine, measure, family, set(bench.options.parts))
 
 
 #: The entry point by which vLLM's processes find our models.
@@ -466,8 +454,7 @@ class _Talk(Receiver):
         self, load: Load, config: SpeechLmConfig, host: VllmHost, script: Script, done: threading.Semaphore
     ) -> None:
         self.load, self.config, self.host, self.script, self.done = load, config, host, script, done
-        self.pair = self.broken = False
-        self.failure = ""
+        self.pair, self.broken, self.failure = False, False, ""
 
     def start(self) -> None:
         if self.load.text:
@@ -549,15 +536,11 @@ def speechlm(bench: Bench, folder: Path) -> None:
     config = checkpoint.speechlm_config(folder, tiny)
     spec = model_spec(config, share_prefixes=True)
     count, prompt, third = max(options.requests), options.prompt, options.steps // 3
-    wanted = TokenModelOptions(
-        memory_share=None if tiny else 0.9,
-        slots=2 * count,
-        waiting_room=count,
-        max_context=256 if tiny else 2048,
-        step_tokens=None if tiny else 16_384,
-        tensor_parallel=options.tensor_parallel,
+    sizes: Row = (
+        {"max_context": 256} if tiny else {"max_context": 2048, "memory_share": 0.9, "step_tokens": 16_384}
     )
-    host = VllmHost(replace(spec, engine={**spec.engine, "load_format": "dummy"}), wanted)
+    sizes |= {"slots": 2 * count, "waiting_room": count, "tensor_parallel": options.tensor_parallel}
+    host = VllmHost(replace(spec, engine={**spec.engine, "load_format": "dummy"}), TokenModelOptions(**sizes))
     try:
         run(Load("warm", min(32, count), prompt, 8, 8, 2.0), config, host)
         for number, part in itertools.product(options.requests, options.parts):

@@ -61,16 +61,7 @@ from urllib.request import Request, urlopen
 import psutil
 
 from benchmarks.clients import Answer, Plan, client_process, text_of
-from benchmarks.common import (
-    Result,
-    Row,
-    Use,
-    device_name,
-    environment_with,
-    parser,
-    read,
-    table,
-)
+from benchmarks.common import Result, Row, Use, device_name, environment_with, parser, read, table
 from benchmarks.voices import plant, recording
 
 PARTS = ("closed", "open", "listen", "recovery", "neutral", "cloning", "seed_tts")

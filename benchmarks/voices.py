@@ -24,20 +24,8 @@ import numpy as np
 from benchmarks.common import FRAMES_PER_SECOND, in_new_process
 from pipelines import registry
 from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
-from pipelines.request import (
-    Capabilities,
-    Done,
-    EngineInfo,
-    EngineStats,
-    Handle,
-    Listener,
-    OnEvent,
-    Pipeline,
-    PreparedRequest,
-    Speech,
-    SynthesisRequest,
-    check_start,
-)
+from pipelines.request import Listener, Pipeline
+from tests.support.fakes import InstantPipeline
 
 #: Harvard sentences, lists 1 and 2.
 SENTENCES = (
@@ -119,49 +107,19 @@ def write_recordings(folder: Path, count: int) -> list[float]:
         return list(threads.map(write, range(count)))
 
 
-#: The voice that costs nothing, and its samples a second.
-INSTANT, RATE = "instant", 16_000
-
-
-class InstantPipeline:
-    """Answers inside `start`."""
-
-    name, sample_rate, capabilities, starts_at_once = INSTANT, RATE, Capabilities(), False
-
-    def __init__(self, seconds: float) -> None:
-        self.info = EngineInfo(slots=64)
-        moments = np.arange(round(seconds * RATE)) / RATE
-        self._speech = Speech((0.3 * np.sin(2 * np.pi * 207 * moments)).astype(np.float32), RATE, INSTANT)
-
-    def start(
-        self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
-    ) -> Handle:
-        check_start(self, request, stream)
-        listener = Listener(on_event, lambda _done: None)
-        listener(Done(self._speech))
-        return listener
-
-    def stats(self) -> EngineStats:
-        return EngineStats()
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-
 @dataclass(frozen=True)
 class Instant:
-    """A sound of this length."""
+    """A voice that costs nothing: the same sound of this length for every request."""
 
     seconds: float
 
     def describe(self) -> ModelCard:
-        capabilities = InstantPipeline.capabilities
-        return ModelCard(
-            INSTANT, INSTANT, "cpu", RATE, capabilities, "1", seconds_per_character=0.01, rtf=0.01
-        )
+        engine = InstantPipeline()
+        about = engine.name, engine.name, "cpu", engine.sample_rate, engine.capabilities, "1"
+        return ModelCard(*about, seconds_per_character=0.01, rtf=0.01)
 
     def load(self, **_: Any) -> Pipeline:
-        return InstantPipeline(self.seconds)
+        return InstantPipeline(self.seconds, slots=64)
 
 
 @dataclass(frozen=True)

@@ -328,11 +328,11 @@ def _spoil(samples: NDArray[np.float32], words: Mapping[str, str]) -> NDArray[np
 
 
 class InstantPipeline(FakePipeline):
-    """Costs nothing: the same short speech for every request, to measure the path around an engine."""
+    """Costs nothing: the same speech for every request, to measure the path around an engine."""
 
-    def __init__(self, name: str = "instant") -> None:
-        super().__init__(name)
-        self._speech = Speech(sine("instant", 7), SAMPLE_RATE, text="instant")
+    def __init__(self, seconds: float = 0.12, slots: int = 8) -> None:
+        super().__init__("instant", slots=slots)
+        self._speech = Speech(_tone(round(seconds * SAMPLE_RATE), 7), SAMPLE_RATE, text="instant")
 
     def submit(self, request: SynthesisRequest) -> Future[Speech]:
         future: Future[Speech] = Future()
