@@ -3,10 +3,9 @@
     python -m benchmarks.cpu jobs [--lines N] [--postgres URL]  # the job system: ingest, status
     python -m benchmarks.cpu filters [--items N]                # filters of items beside no filter, on each ledger
     python -m benchmarks.cpu exports [--items N] [--kinds codes timed] [--formats lhotse]
-    python -m benchmarks.cpu paces JOB [--home DIR]             # speaking rates of a finished job's voices
 
-`paces` prints a quality configuration. `python -m tests.support.services COMMAND` starts PostgreSQL, without which its figures
-are left out. `python -m benchmarks.job --device cpu --instant 2` is a whole job with a voice that costs nothing.
+`python -m tests.support.services COMMAND` starts PostgreSQL, without which its figures are left out.
+`python -m benchmarks.job --device cpu --instant 2` is a whole job with a voice that costs nothing.
 
 `exports` measures the memory and the speed of every export, of jobs of several sizes: dialogues of two spoken turns with three
 more columns. Their inputs are ingested; their audio, codes and times are made by the database, and all refer to a few small
@@ -17,16 +16,13 @@ run in processes of their own, whose highest memory is measured.
 from __future__ import annotations
 
 import hashlib
-import heapq
 import io
 import json
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import closing
 from datetime import UTC, datetime
@@ -44,22 +40,18 @@ from benchmarks.voices import SENTENCES
 from jobs.checks import Quality
 from jobs.codes import StoredCodes
 from jobs.export import StoredJob, export_jobs
-from jobs.export.items import AudioItem, audio_items, item_metadata
 from jobs.ingest import submit
 from jobs.ledger import Ledger
-from jobs.ledger.records import Job, JobSpec, NewJob
-from jobs.recent_jobs import settings_for_job
+from jobs.ledger.records import JobSpec, NewJob
 from jobs.settings import load_settings
 from jobs.store import open_store
 from jobs.where import parse_where
-from pipelines.duration import Pace, text_units
-from pipelines.errors import ErrorCode, NightjarError, NotFoundError
 from pipelines.request import CodecIdentity, Word
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    pass
 
-PARTS = ("jobs", "filters", "exports", "paces")
+PARTS = ("jobs", "filters", "exports")
 #: A filter that keeps 1 % of the items of `filters`, and one with three conditions that keeps as many.
 FILTERS = {"1 %": "wer < 0.01", "1 %, three scores": "wer < 0.01 and distillmos > 1.2 and pause < 0.95"}
 #: Larger jobs are read whole only where a filter keeps few items.
@@ -98,17 +90,6 @@ KINDS: dict[str, tuple[tuple[str, ...], dict[str, dict[str, Any]]]] = {
     "timed": (("audio", "words"), {name: {} for name in ("ctm", "textgrid", "srt", "vtt")}),
 }  # fmt: skip
 FORMATS = sorted({name.partition(",")[0] for _, exports in KINDS.values() for name in exports})
-#: A voice with fewer items has no pace of its own.
-LEAST_ITEMS = 30
-#: Of one voice; more items would change little and cost the square of their number.
-MOST_ITEMS = 1000
-#: The bounds leave out this share of the items at each end, and then widen by `_MARGIN`.
-_TAIL, _MARGIN = 0.005, 0.15
-#: Speech this many times too long or too short is a fault, not a slow voice.
-_OUTLIER = 1.6
-
-#: (hash, text's units, seconds)
-_Length = tuple[bytes, float, float]
 
 
 class Figures(Result):
@@ -234,78 +215,6 @@ def filters(figures: Figures, url: str, items: int, name: str) -> None:
             figures.value(whole, seconds, "s", f"{kept:,} items", bare, "no filter")
 
 
-def learned_paces(job: Job, items: Iterable[AudioItem]) -> tuple[Pace, ...]:
-    """The paces of the voices and languages of a job with these items: those with most items first, and last
-    one for all others.
-
-    Items are chosen by a hash of their id, so the same job gives the same paces. Raises `NotFoundError`
-    for a job with fewer than `LEAST_ITEMS` finished items that have a text.
-    """
-    lengths: dict[tuple[str, str], list[_Length]] = defaultdict(list)
-    counts: dict[tuple[str, str], int] = defaultdict(int)
-    for item in items:
-        known = item_metadata(job, item)
-        if not (units := text_units(known.text)):
-            continue
-        length = (hashlib.blake2b(item.example_id.encode(), digest_size=8).digest(), units, item.seconds)
-        for voice in {(known.voice or "", known.language or ""), ("", "")}:
-            counts[voice] += 1
-            heapq.heappush(lengths[voice], length)
-            if len(lengths[voice]) > MOST_ITEMS:
-                heapq.heappop(lengths[voice])
-    if counts["", ""] < LEAST_ITEMS:
-        raise NotFoundError(
-            ErrorCode.LEDGER_NOT_FOUND,
-            f"Job {job.id} has {counts['', '']} finished items with a text; at least {LEAST_ITEMS} are needed.",
-            "Measure a larger job of the same model.",
-        )
-    order = sorted(counts, key=lambda voice: (voice == ("", ""), -counts[voice], voice))
-    return tuple([fit_pace(lengths[voice], *voice) for voice in order if counts[voice] >= LEAST_ITEMS])
-
-
-def fit_pace(lengths: list[_Length], voice: str = "", language: str = "") -> Pace:
-    """The pace of `lengths`: the line after Theil and Sen, drawn again without those that are
-    `_OUTLIER` times off it."""
-    units, seconds = np.array([length[1:] for length in sorted(lengths)]).T
-    base, slope = _line(units, seconds)
-    ratio = seconds / (base + slope * units)
-    ratio = ratio / np.median(ratio)
-    usual = (ratio < _OUTLIER) & (ratio > 1 / _OUTLIER)
-    units, seconds = units[usual], seconds[usual]
-    base, slope = _line(units, seconds)
-    low, high = np.quantile(seconds / (base + slope * units), [_TAIL, 1 - _TAIL])
-    return Pace(
-        round(base, 4), round(slope, 6), round(float(low) * (1 - _MARGIN), 3), round(float(high) * (1 + _MARGIN), 3),
-        voice=voice, language=language,
-    )  # fmt: skip
-
-
-def _line(units: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float]:
-    """(base, slope), neither negative. `units`, `seconds`: [items]."""
-    from scipy.stats import theilslopes
-
-    if np.ptp(units) > 0:
-        line: Any = theilslopes(seconds, units)
-        slope, base = float(line[0]), float(line[1])
-        if slope > 0 and base >= 0:
-            return base, slope
-    return 0.0, float(np.median(seconds / np.maximum(units, 1.0)))
-
-
-def as_toml(paces: tuple[Pace, ...]) -> str:
-    """The paces as a part of a quality config."""
-    tables = [
-        ["[[paces]]", *(f"{name} = {_toml(value)}" for name, value in msgspec.structs.asdict(pace).items())]
-        for pace in paces
-    ]
-    return "\n\n".join("\n".join(table) for table in tables)
-
-
-def _toml(value: str | float) -> str:
-    """A value as TOML has it, which knows no surrogate pairs, and no DEL as it is."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 def made_contents() -> dict[str, bytes]:
     """The content of the artifacts of a kind, which all items share."""
     sound = io.BytesIO()
@@ -415,31 +324,13 @@ def exports(figures: Figures, folder: Path, options: Any) -> None:
                 figures.value(f"speed of {name}, {items:,} items of {kind}", written / seconds, "items/s")
 
 
-def print_paces(job: str, home: str | None) -> None:
-    settings = settings_for_job(job, home)
-    with closing(Ledger.of(settings)) as ledger:
-        found = ledger.find_job(job)
-        items = audio_items(ledger, open_store(found.store_url, settings.s3), found.id)
-        print(as_toml(learned_paces(found, items)))
-
-
 def main() -> int:
     made = parser(__doc__, "")
     made.add_argument("part", choices=PARTS)
-    made.add_argument("job", nargs="?", help="of `paces`")
     options = read(
         made, lines=1_000_000, items=int, postgres=os.environ.get("BENCH_POSTGRES", ""), kinds=[*KINDS], formats=str,
-        kept="", home="", known={"kinds": KINDS, "formats": FORMATS},
+        kept="", known={"kinds": KINDS, "formats": FORMATS},
     )  # fmt: skip
-    if options.part == "paces":
-        if not options.job:
-            made.error("paces takes a job")
-        try:
-            print_paces(options.job, options.home or None)
-        except NightjarError as error:
-            print(error, file=sys.stderr)
-            return 2
-        return 0
     figures = Figures(options)
     with tempfile.TemporaryDirectory(prefix="nightjar-bench-") as name:
         folder = Path(name)

@@ -48,7 +48,7 @@ class ModelCard:
     engines: tuple[Literal["native", "vllm"], ...] = ()
     #: RTF of one worker: engine seconds per second of speech; None if not measured.
     rtf: float | None = None
-    #: The expected length of its speech, learned from samples (`python -m benchmarks.cpu paces`); None:
+    #: The expected length of its speech, learned from samples (`examples/paces.py`); None:
     #: unknown.
     pace: Pace | None = None
     #: Functions that check every text, and every recording of a voice to clone (an encoded file), at submit.

@@ -208,7 +208,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "data/train/text").write_text("anna-1 good morning\nben-1 good night\n")
     (tmp_path / "data/train/utt2spk").write_text("anna-1 anna\nben-1 ben\n")
     (tmp_path / "examples").mkdir()
-    for path in (ROOT / "examples").glob("*.csv"):
+    for path in (path for kind in ("*.csv", "*.py") for path in (ROOT / "examples").glob(kind)):
         (tmp_path / "examples" / path.name).write_text(path.read_text())
     for path in (ROOT / "examples").glob("*.jsonl"):
         (tmp_path / "examples" / path.name).write_text(

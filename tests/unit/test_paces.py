@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.cpu import LEAST_ITEMS, as_toml, fit_pace, learned_paces
+from examples.paces import LEAST_ITEMS, as_toml, fit_pace, learned_paces
 from jobs.checks import quality_of
 from jobs.export.items import AudioItem
 from jobs.ledger.records import Artifact, JobSpec
