@@ -65,8 +65,8 @@ def in_range(name: str, noise: Tensor) -> Tensor:
 
 
 class DummyWeights(TensorSource):
-    """Takes the place of `pipelines.nn.checkpoint.Checkpoint`: draws each tensor on `device` when it is taken, from its name
-    and shape alone, and keeps it on the host in `kept`, if that is given."""
+    """Takes the place of `pipelines.nn.checkpoint.Checkpoint`: draws each tensor on `device` when it is
+    taken, from its name and shape alone, and keeps it on the host in `kept`, if that is given."""
 
     def __init__(
         self, device: torch.device | str, rule: Rule = in_range, kept: dict[str, Tensor] | None = None
@@ -440,11 +440,11 @@ _TINY_ENCODER = {
 def write_checkpoint(
     folder: Path, size: str, kind: str, device_name: str, texts: Sequence[str], seconds: float | None
 ) -> None:
-    """Writes a checkpoint of a size ("0b6", "1b7" or "tiny") whose tokenizer has learned its merges from `texts`; of the kind
-    "base" it has an encoder of voices.
+    """Writes a checkpoint of a size ("0b6", "1b7" or "tiny") whose tokenizer has learned its merges from
+    `texts`; of the kind "base" it has an encoder of voices.
 
-    Its speech is noise, and ends at the first frame that a request's `min_new_tokens` allows; with `seconds` never before a
-    request's `max_seconds`, and at this length without one.
+    Its speech is noise, and ends at the first frame that a request's `min_new_tokens` allows; with `seconds`
+    never before a request's `max_seconds`, and at this length without one.
     """
     # transformers takes seconds to import.
     from pipelines.qwen3_tts.speaker import CodecEncoder, SpeakerEncoder

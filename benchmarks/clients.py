@@ -138,14 +138,9 @@ class HttpConnection:
     def __init__(self, url: str, key: str = "") -> None:
         parts = urlsplit(url)
         self.host, self.port = parts.hostname or "127.0.0.1", parts.port or 80
-        lines = [
-            f"POST {SPEECH} HTTP/1.1",
-            f"Host: {self.host}:{self.port}",
-            "Content-Type: application/json",
-        ]
-        self._head = "\r\n".join(
-            [*lines, *([f"Authorization: Bearer {key}"] if key else []), "Content-Length: "]
-        )
+        lines = [f"POST {SPEECH} HTTP/1.1", f"Host: {self.host}:{self.port}"]
+        lines += [f"Authorization: Bearer {key}"] if key else []
+        self._head = "\r\n".join([*lines, "Content-Type: application/json", "Content-Length: "])
         self._hung_up = self._last = False
 
     @property
@@ -383,8 +378,8 @@ class Clients:
 
 
 def client_process(plan: Plan, pipe: Connection) -> None:
-    """One process of clients: connects and sends that it is ready; then it reads when to start, and sends what `Clients.run`
-    gives. Times are those of `time.monotonic`, which all processes of a host share."""
+    """One process of clients: connects and sends that it is ready; then it reads when to start, and sends
+    what `Clients.run` gives. Times are those of `time.monotonic`, which all processes of a host share."""
 
     async def run() -> tuple[list[Answer], float]:
         made = Clients(plan)

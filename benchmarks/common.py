@@ -126,10 +126,8 @@ class Result:
         """Prints and keeps a row; its first field names the part."""
         self.rows.append(row)
         shown = {name: value for name, value in row.items() if not isinstance(value, dict)}
-        rounded = {
-            name: round(value, 3) if isinstance(value, float) else value for name, value in shown.items()
-        }
-        print(json.dumps(rounded), flush=True)
+        shown |= {name: round(value, 3) for name, value in shown.items() if isinstance(value, float)}
+        print(json.dumps(shown), flush=True)
         self.write()
 
     def keep(self, **facts: Any) -> None:
@@ -297,9 +295,7 @@ def device_name() -> str:
     """The name of the first GPU; the processor's where there is none."""
     words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     with suppress(OSError, subprocess.CalledProcessError, IndexError):
-        return (
-            subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
-        )
+        return subprocess.check_output(words, text=True).splitlines()[0].strip()
     return processor_name()
 
 
@@ -423,10 +419,8 @@ def _family_use(root: int | None) -> dict[int, tuple[str, float, int]]:
     """The name, the processor seconds and the private bytes of a process and of each of its descendants."""
     found: dict[int, tuple[str, float, int]] = {}
     with suppress(psutil.Error):
-        family = (
-            [] if root is None else [psutil.Process(root), *psutil.Process(root).children(recursive=True)]
-        )
-        for one in family:
+        family = [] if root is None else [psutil.Process(root)]
+        for one in [*family, *(child for whole in family for child in whole.children(recursive=True))]:
             with suppress(psutil.Error), one.oneshot():
                 cpu, memory = one.cpu_times(), one.memory_info()
                 seconds = cpu.user + cpu.system

@@ -500,13 +500,9 @@ def main() -> int:
         work = Throughput(bench, size, load)
         if options.codec:
             bench.attempt(f"{size} codec", work.codec)
-        for name, numbers, how in (
-            ("slots", options.slots, {}),
-            ("reproducible", options.reproducible, {"reproducible": True}),
-            ("sweep", options.sweep, {}),
-            ("long prompts", options.long_prompts, {"more_text": MORE_TEXT}),
-        ):
-            for slots in numbers:
+        kinds: dict[str, Row] = {"slots": {}, "reproducible": {"reproducible": True}, "sweep": {}}
+        for name, how in (kinds | {"long_prompts": {"more_text": MORE_TEXT}}).items():
+            for slots in getattr(options, name):
                 bench.attempt(f"{size} {name} {slots}", work.measure, slots, windows, **how)
         del work
     return bench.end(

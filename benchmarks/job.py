@@ -173,9 +173,8 @@ def start_seconds(said: Sequence[str], began_at: float) -> dict[str, float]:
     """Seconds from the start of a command, at this Unix time, to the events of a worker's log lines."""
     found: dict[str, float] = {}
     for line in said:
-        if (event := re.search(r'"event": "([^":]+)', line)) and (
-            at := re.search(r'"timestamp": "([^"]+)"', line)
-        ):
+        event, at = re.search(r'"event": "([^":]+)', line), re.search(r'"timestamp": "([^"]+)"', line)
+        if event and at:
             found.setdefault(event[1], datetime.fromisoformat(at[1]).timestamp() - began_at)
     return found
 
@@ -376,16 +375,13 @@ class JobBench:
     def add(self, row: Row) -> None:
         """Keeps a row, beside what the engine alone and one GPU do where that was measured."""
         rows = [*self.bench.rows, row]
-        engines = {
-            (one["size"], one["gpus"]): one["engine_audio_s_per_s"] for one in rows if one["path"] == "engine"
-        }
         jobs = [one for one in rows if "job_audio_s_per_s" in one and not one["voices"]]
         same = lambda one: (one["path"], one["size"], one["gpus"])  # noqa: E731
         without = {same(one): one["job_audio_s_per_s"] for one in jobs if one["qa"] == "off"}
         ones = {(*same(one)[:2], one["qa"]): one["job_audio_s_per_s"] for one in jobs if one["gpus"] == 1}
         for one in jobs:
             rate = one["job_audio_s_per_s"]
-            if alone := engines.get((one["size"], one["gpus"])):
+            if alone := self.engine_rates.get((one["size"], one["gpus"])):
                 one |= {"engine_audio_s_per_s": alone, "share": rate / alone}
             if one["gpus"] > 1 and (single := ones.get((*same(one)[:2], one["qa"]))):
                 one["times_one_gpu"] = rate / single

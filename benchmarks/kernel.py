@@ -7,7 +7,8 @@
 kernels. `prefill`: a row of positions that is filled with prompts of one length. `tests/gpu` compares all kernels with
 their twins.
 
-`frame_floor` is the least time that a frame can take on a device. The sizes of the models are in `tests.support.lm_tensors`.
+`frame_floor` is the least time that a frame can take on a device. The sizes of the models are in
+`tests.support.lm_tensors`.
 """
 
 from __future__ import annotations

@@ -1,18 +1,21 @@
-"""What else is measured of Qwen3-TTS with random weights of the published sizes, beside its speed (`benchmarks.engine`).
+"""What else is measured of Qwen3-TTS with random weights of the published sizes, beside its speed
+(`benchmarks.engine`).
 
     python -m benchmarks.qwen3 bits --size 0b6 --slots 128
     python -m benchmarks.qwen3 soak --size 0b6 --slots 512 --count 10000
     NIGHTJAR_REFERENCE_SITE=reference python -m benchmarks.qwen3 reference --size 0b6 --batches 256 512
     python -m benchmarks.qwen3 soak --device cpu --tiny --count 40
 
-`bits`: in reproducible mode a request has the same bits alone, in any mix and on a second run: codes and audio, short prompts and
-long ones. `soak`: short utterances at full speed. Does anything leak, drift or go wrong? Watched all along are utterances and
-frames made, memory of device and host, running requests, free pages; at the end every slot and page must be free again.
+`bits`: in reproducible mode a request has the same bits alone, in any mix and on a second run: codes and
+audio, short prompts and long ones. `soak`: short utterances at full speed. Does anything leak, drift or go
+wrong? Watched all along are utterances and frames made, memory of device and host, running requests, free
+pages; at the end every slot and page must be free again.
 
-`reference` is the reference implementation (`qwen-tts` 0.1.1): frames and audio a second by batch. `NIGHTJAR_REFERENCE_SITE` is a
-folder with the packages of `requirements-reference.txt`, which pin an older transformers than ours: a process of its own runs
-with that folder before all others. It favours the reference: all rows of a batch have one length, contexts are short, the decoder
-runs in the better of two batch sizes with cudnn.benchmark. Language model and decoder run one after the other, as in the package.
+`reference` is the reference implementation (`qwen-tts` 0.1.1): frames and audio a second by batch.
+`NIGHTJAR_REFERENCE_SITE` is a folder with the packages of `requirements-reference.txt`, which pin an older
+transformers than ours: a process of its own runs with that folder before all others. It favours the
+reference: all rows of a batch have one length, contexts are short, the decoder runs in the better of two
+batch sizes with cudnn.benchmark. Language model and decoder run one after the other, as in the package.
 """
 
 # The reference's packages are not in our environment.
@@ -185,8 +188,8 @@ def sample(loop: ClosedLoop, device: torch.device, began: float) -> dict[str, fl
 def verdict(
     samples: Sequence[dict[str, float]], count: int, slots: int, pages: int, end: dict[str, Any], timed: bool
 ) -> dict[str, Any]:
-    """Figures of the samples, and the problems in words. `end` is the state after draining; `timed`: whether the speed means
-    something."""
+    """Figures of the samples, and the problems in words. `end` is the state after draining; `timed`: whether
+    the speed means something."""
     third = max(len(samples) // 3, 1)
     early, late = samples[:third], samples[-third:]
 
@@ -232,11 +235,8 @@ def soak(bench: Bench, size: str, slots: int) -> dict[str, Any]:
         loop.settle(min(slots, count // 4), most_seconds / 2)  # kernels are built
         before, began = loop.tally.utterances, time.perf_counter()
         samples = [sample(loop, bench.device, began)]
-        while (
-            loop.tally.utterances - before < count
-            and loop.tally.wrong == 0
-            and time.perf_counter() - began < most_seconds
-        ):
+        until = began + most_seconds
+        while loop.tally.utterances - before < count and not loop.tally.wrong and time.perf_counter() < until:
             time.sleep(0.25)
             samples.append(sample(loop, bench.device, began))
         drained = loop.drain(30 if bench.on_gpu else 240)
@@ -311,8 +311,8 @@ def open_reference(size: str, device: torch.device, dtype: torch.dtype) -> tuple
 
 
 def generated(model: Any, batch: int, frames: int, text_tokens: int = 30) -> list[Tensor]:
-    """Codes [frames, 16] of every row of a batch, by the package's own loop; the pad, which is suppressed, stands for
-    the end."""
+    """Codes [frames, 16] of every row of a batch, by the package's own loop; the pad, which is suppressed,
+    stands for the end."""
     draw, device = torch.Generator().manual_seed(0), model.talker.device
     bodies = torch.randint(0, 150_000, (batch, text_tokens), generator=draw).tolist()
     codes, _ = model.generate(

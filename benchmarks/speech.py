@@ -42,7 +42,7 @@ import torch
 from benchmarks import checkpoint
 from benchmarks.common import Bench, Row, ThreadUse, Use, environment_with, parser, read, serves
 from benchmarks.engine import Watched
-from benchmarks.voices import recording, write_package
+from benchmarks.voices import recording
 from kernels.registry import on_device
 from pipelines.codec.decoder import gathering_stage
 from pipelines.engine.core import EngineOptions
@@ -74,6 +74,7 @@ from pipelines.spark_tts.reference import ReferenceEncoder
 from pipelines.speechlm.lm import Script, StreamSampling, model_spec
 from pipelines.tokens import TokenHost, TokenRequest, Tokens
 from pipelines.vllm_engine.library import ModelSpec, load_vllm
+from tests.support.packages import write_package
 
 if TYPE_CHECKING:
     from pipelines.speechlm.config import SpeechLmConfig
@@ -104,8 +105,9 @@ class Endless(spark_pipeline.SparkPipeline):
 
 
 class Dummy:
-    """A family: its `model` with what it takes of a GPU (its weights are there already, every slot has room for a whole
-    context), the codec's `stage`, the LM's `host` over our own engine, a `pipeline`, and for vLLM the `spec` with dummy weights."""
+    """A family: its `model` with what it takes of a GPU (its weights are there already, every slot has room
+    for a whole context), the codec's `stage`, the LM's `host` over our own engine, a `pipeline`, and for vLLM
+    the `spec` with dummy weights."""
 
     #: Frames of a second of speech, and a recording's samples a second; vLLM's share of the memory.
     rate: float
@@ -530,7 +532,7 @@ def speechlm(bench: Bench, folder: Path) -> None:
     options, tiny = bench.options, bench.options.tiny
     if all(entry.name != PLUGIN for entry in entry_points(group=PLUGIN_GROUP)):
         # vLLM's own processes find our models where the package is not installed, as on a machine that has only a checkout.
-        write_package(folder, PLUGIN, PLUGIN_GROUP, "pipelines.vllm_engine.plugin:register")
+        write_package(folder, PLUGIN, PLUGIN_GROUP, {PLUGIN: "pipelines.vllm_engine.plugin:register"})
         os.environ |= environment_with(folder)
         sys.path.insert(0, str(folder))
     config = checkpoint.speechlm_config(folder, tiny)

@@ -68,10 +68,8 @@ PARTS = ("closed", "open", "listen", "recovery", "neutral", "cloning", "seed_tts
 #: The parts that clone need a checkpoint of another kind.
 CLONING = ("cloning", "seed_tts")
 #: Lengths of speech in Seed-TTS's English set: of the most frequent one; and what a request of `tts_bench` says besides.
-SEED_TTS, NEUTRAL = (
-    {"seconds": (2.0, 8.0), "usual": 2.3},
-    {"language": "English", "non_streaming_mode": False},
-)
+SEED_TTS: Row = {"seconds": (2.0, 8.0), "usual": 2.3}
+NEUTRAL: Row = {"language": "English", "non_streaming_mode": False}
 #: Longest time of `seed_tts`.
 CLONES_SECONDS = 300.0
 GAUGES = tuple(
@@ -150,7 +148,8 @@ def _one_seed(plan: Plan, pid: int | None, seed: int) -> Row:
 
 
 def run_clients(plan: Plan, seed: int = 0) -> tuple[list[Answer], float, float]:
-    """What all processes of clients received, the seconds of audio in the span, and the monotonic time of the start."""
+    """What all processes of clients received, the seconds of audio in the span, and the monotonic time of the
+    start."""
     count = PROCESSES if plan.rate else min(PROCESSES, plan.clients, plan.clones or plan.clients)
     context, pipes = get_context("spawn"), list[Connection]()
     for number in range(count):
@@ -240,7 +239,8 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def row_of(answers: Sequence[Answer], audio: float, since: float, until: float, plan: Plan) -> Row:
-    """The figures of one load: what came of the requests that were sent in the span, and the seconds of audio in it."""
+    """The figures of one load: what came of the requests that were sent in the span, and the seconds of audio
+    in it."""
     sent = [one for one in answers if since <= one.sent < until]
     firsts = [one.first for one in sent if one.first is not None]
     done, waits = [one for one in sent if one.failure == ""], [wait for one in sent for wait in one.underruns]
@@ -301,10 +301,8 @@ def served(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[tup
             out: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": file, "start_new_session": True}
             process = subprocess.Popen([sys.executable, *words], cwd=name, env=environment, **out)
         try:
-            said, until = (
-                process.stdout.readline() if process.stdout else b"",
-                time.monotonic() + READY_SECONDS,
-            )
+            said = process.stdout.readline() if process.stdout else b""
+            until = time.monotonic() + READY_SECONDS
             url = json.loads(said)["url"] if said else ""
             while not url or fetch(url, "/health")[0] != 200:
                 if process.poll() is not None or time.monotonic() >= until:
@@ -326,11 +324,8 @@ class StreamBench(Result):
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.server = {**(TINY_SERVER if options.tiny else SERVER), **os.environ}
-        settings = {
-            name: value
-            for name, value in self.server.items()
-            if name.startswith("SPEECH_") and "KEY" not in name
-        }
+        told = [name for name in self.server if name.startswith("SPEECH_") and "KEY" not in name]
+        settings = {name: self.server[name] for name in told}
         super().__init__("stream_h200", options, device_name(), server=settings)
         self.size, self.about = "", Row()
 
@@ -346,11 +341,8 @@ class StreamBench(Result):
     def measure_size(self, size: str) -> None:
         """The parts of a size, each on a checkpoint of the kind that it needs."""
         self.size, chosen = size, self.options.parts
-        for kind, parts in {
-            "custom_voice": [part for part in chosen if part not in CLONING],
-            "base": [part for part in chosen if part in CLONING],
-        }.items():
-            if parts:
+        for kind in ("custom_voice", "base"):
+            if parts := [part for part in chosen if (part in CLONING) == (kind == "base")]:
                 self._measure_checkpoint(size, kind, parts)
 
     def _measure_checkpoint(self, size: str, kind: str, parts: Sequence[str]) -> None:

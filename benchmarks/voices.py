@@ -26,6 +26,7 @@ from pipelines import registry
 from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
 from pipelines.request import Listener, Pipeline
 from tests.support.fakes import InstantPipeline
+from tests.support.packages import write_package
 
 #: Harvard sentences, lists 1 and 2.
 SENTENCES = (
@@ -151,16 +152,8 @@ class Planted:
 def install(folder: Path, name: str, voice: Instant | Planted) -> None:
     """Writes a package with a voice of this name for processes whose `PYTHONPATH` has the folder."""
     module, kind = name.replace("-", "_"), type(voice).__name__
-    write_package(folder, name, ENTRY_POINT_GROUP, f"{module}:voice")
+    write_package(folder, name, ENTRY_POINT_GROUP, {name: f"{module}:voice"})
     (folder / f"{module}.py").write_text(f"from benchmarks.voices import {kind}\n\nvoice = {voice!r}\n")
-
-
-def write_package(folder: Path, name: str, group: str, target: str) -> None:
-    """Writes what pip notes of an installed package with one entry point of this name."""
-    info = folder / f"{name.replace('-', '_')}-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {target}\n")
 
 
 def plant(
@@ -172,9 +165,9 @@ def plant(
     seconds: float | None = None,
     **options: Any,
 ) -> tuple[str, dict[str, Any]]:
-    """Writes a random checkpoint below a folder, and installs its voice there: the voice's name, and facts. `lengths`: seconds
-    of the texts that its tokenizer learns from; `seconds`: see `write_checkpoint`; `options`: how the voice is opened. A
-    process of its own leaves no memory of the device taken."""
+    """Writes a random checkpoint below a folder, and installs its voice there: the voice's name, and facts.
+    `lengths`: seconds of the texts that its tokenizer learns from; `seconds`: see `write_checkpoint`;
+    `options`: how the voice is opened. A process of its own leaves no memory of the device taken."""
     name, began = f"{size}-{kind}", time.perf_counter()
     checkpoint = place / name
     texts = [words_of(one, number, str(round(one * FRAMES_PER_SECOND))) for number, one in enumerate(lengths)]

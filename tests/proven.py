@@ -71,8 +71,8 @@ def left_out() -> dict[Path, str]:
 
 
 def left_out_of(groups: Iterable[Proof], gpu: bool) -> dict[Path, str]:
-    """What a run leaves out of these groups, of benchmarks, and of GPUs on a machine without one; nothing if all tests are
-    asked for."""
+    """What a run leaves out of these groups, of benchmarks, and of GPUs on a machine without one; nothing if
+    all tests are asked for."""
     if os.environ.get(ALL_TESTS):
         return {}
     found = {

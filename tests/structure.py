@@ -1,12 +1,13 @@
-"""`python -m tests.structure`: tokens, files, lines and Protocols of each room; what a user meets (settings, commands,
-options of `run`); circles of imports; with `--item MODEL` also the path of an item.
+"""`python -m tests.structure`: tokens, files, lines and Protocols of each room; what a user meets (settings,
+commands, options of `run`); circles of imports; with `--item MODEL` also the path of an item.
 
 Tokens are Python's, without comments, line ends and indentation. A circle is a group of modules that reach each other by
 imports which run when a module is imported.
 
-The path of an item is the functions and files of ours that a further item crosses, in any thread and process of a
-`nightjar run` on a CPU: the functions whose calls rise by one or more for each further item between a run of few items and one of
-more, and those that the engine's thread calls in every frame, since each item needs frames. What runs once for a command, a shard, or a time (polls, heartbeats) is left out: the run of few
+The path of an item is the functions and files of ours that a further item crosses, in any thread and process
+of a `nightjar run` on a CPU: the functions whose calls rise by one or more for each further item between a
+run of few items and one of more, and those that the engine's thread calls in every frame, since each item
+needs frames. What runs once for a command, a shard, or a time (polls, heartbeats) is left out: the run of few
 items waits before its first one, so that it lasts longer than the run of more and polls do not rise.
 """
 

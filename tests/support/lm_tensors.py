@@ -1,5 +1,5 @@
-"""Sizes of the language models' frames, and weights and states of slots of any size, drawn from a seed, for tests and timings of
-kernels."""
+"""Sizes of the language models' frames, and weights and states of slots of any size, drawn from a seed, for
+tests and timings of kernels."""
 
 from __future__ import annotations
 

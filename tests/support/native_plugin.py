@@ -17,6 +17,7 @@ from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
 from tests.support import reading_fake, streaming_fake
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline, die_on_bad_gpu
+from tests.support.packages import write_package
 
 NAME = "fake-native"
 REPOSITORY = Path(__file__).parents[2]
@@ -24,13 +25,8 @@ REPOSITORY = Path(__file__).parents[2]
 
 def installed(folder: Path) -> dict[str, str]:
     """Puts the plug-in's entry point into a folder; the environment in which it is found."""
-    info = folder / "fake_native-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-native\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        f"[{ENTRY_POINT_GROUP}]\n{NAME} = {__name__}\n"
-        + "".join(f"{fake.NAME} = {fake.__name__}\n" for fake in (streaming_fake, reading_fake))
-    )
+    others = {fake.NAME: fake.__name__ for fake in (streaming_fake, reading_fake)}
+    write_package(folder, NAME, ENTRY_POINT_GROUP, {NAME: __name__, **others})
     return {"PYTHONPATH": os.pathsep.join([str(folder), str(REPOSITORY)])}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
 from pipelines.request import Pipeline
 from tests.support.fakes import SAMPLE_RATE, FakePipeline
+from tests.support.packages import write_package
 
 ITEMS_PER_SECOND = 20
 
@@ -32,8 +33,5 @@ def load(**_: object) -> Pipeline:
 def install(folder: Path) -> dict[str, str]:
     """Writes what pip would write of a package with this pipeline; the variables under which a process has
     it installed."""
-    info = folder / "slow_voice-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-voice\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\nslow = {__name__}\n")
+    write_package(folder, "slow-voice", ENTRY_POINT_GROUP, {"slow": __name__})
     return {"PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}"}

@@ -13,6 +13,7 @@ from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
 from tests.faults.cluster import ENGINE, REPOSITORY
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
+from tests.support.packages import write_package
 
 NAME = "tormented"
 _VARIABLE = "NIGHTJAR_SOAK_VOICE"
@@ -46,8 +47,5 @@ def paced(seconds: float, gate: Path) -> dict[str, str]:
 
 def installed(folder: Path) -> dict[str, str]:
     """Writes what pip would of a package with the voice; the variables under which a process finds it."""
-    info = folder / "tormented_voice-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tormented-voice\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n{NAME} = {__name__}\n")
+    write_package(folder, "tormented-voice", ENTRY_POINT_GROUP, {NAME: __name__})
     return {"PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}"}

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.packages import write_package
+
 ITEMS = 40
 #: Writes the text of each draw that it measures; `number 7` has a low score, and on `number 9` it fails.
 METER = """
@@ -34,10 +36,7 @@ class Home:
 
     def __init__(self, folder: Path) -> None:
         self.folder, package = folder, folder / "meters"
-        info = package / "peak_meter-1.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: peak-meter\nVersion: 1\n")
-        (info / "entry_points.txt").write_text("[nightjar.meters]\npeak = peak_meter:Meter\n")
+        write_package(package, "peak-meter", "nightjar.meters", {"peak": "peak_meter:Meter"})
         (package / "peak_meter.py").write_text(METER)
         self.log = folder / "measured"
         self.environment = os.environ | {

@@ -25,6 +25,7 @@ from pipelines.registry import register_pipeline
 from pipelines.request import Speech, SynthesisRequest
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, Markers, sine, spoken_text
+from tests.support.packages import write_package
 from tests.support.quality_kit import Costs, TextMeter, UnluckyPipeline, whisper_base
 from tests.support.times import with_times
 from tests.support.worker_rig import Rig
@@ -41,11 +42,8 @@ Build = Callable[..., Rig]
 @pytest.fixture(autouse=True)
 def text_meter_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package here adds the meter `text`; the processes of meters do not have it."""
-    info = tmp_path / "meters" / "text_meter-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: text-meter\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\ntext = text_meter:Meter\n")
-    monkeypatch.syspath_prepend(info.parent)
+    write_package(tmp_path / "meters", "text-meter", ENTRY_POINT_GROUP, {"text": "text_meter:Meter"})
+    monkeypatch.syspath_prepend(tmp_path / "meters")
 
 
 @pytest.fixture

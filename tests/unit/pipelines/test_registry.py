@@ -23,6 +23,7 @@ from pipelines.registry import (
     register_pipeline,
 )
 from pipelines.request import Capabilities, Pipeline
+from tests.support.packages import write_package
 
 FAMILIES = (
     Family("alpha", "gpu", model_types=("alpha", "alpha_old")),
@@ -98,12 +99,8 @@ def test_registered_pipelines_come_first_and_can_leave() -> None:
 
 
 def test_entry_points_add_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = tmp_path / "night_voice-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: night-voice\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[nightjar.pipelines]\nnight-voice = night_voice\nbroken = night_voice_missing\n"
-    )
+    added = {"night-voice": "night_voice", "broken": "night_voice_missing"}
+    write_package(tmp_path, "night-voice", "nightjar.pipelines", added)
     (tmp_path / "night_voice.py").write_text(
         "from pipelines.hibari import load\n"
         "from pipelines.registry import ModelCard\n"

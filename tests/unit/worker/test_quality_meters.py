@@ -23,6 +23,7 @@ from jobs.checks import ENTRY_POINT_GROUP, METERS, missing_libraries, missing_li
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, ModelError, NightjarError
 from pipelines.request import Message, Speech, SynthesisRequest, submit
+from tests.support.packages import write_package
 from tests.support.services import children
 from worker.quality.meters import AsrMeter, Reading, Utterance, check_weights, open_meter
 from worker.quality.process import MeterError, MeterHangError, MeterPool, MeterProcess, MeterTask
@@ -33,10 +34,7 @@ RATE = 16_000
 def add_meter(folder: Path, code: str) -> str:
     """Writes what pip would write of a package with the meter `peak`, whose class is `Meter`; the search
     path that has it."""
-    info = folder / "peak_meter-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: peak-meter\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\npeak = peak_meter:Meter\n")
+    write_package(folder, "peak-meter", ENTRY_POINT_GROUP, {"peak": "peak_meter:Meter"})
     (folder / "peak_meter.py").write_text(code)
     return f"{folder}:{Path(__file__).parents[3]}"
 
