@@ -113,11 +113,8 @@ class Columns:
         for name in (*self.of.values(), *others):
             if counts[name] > 1 or (name in LINE_KEYS and name in others):
                 what = "two columns" if counts[name] > 1 else "a column with the name of a key of dialogues,"
-                raise wrong_format(
-                    uri,
-                    f"has {what} {printable(name, 40)!r}",
-                    f"Rename it, or leave it out: --drop {printable(name, 40)!r}.",
-                )
+                out = f", or leave it out: --drop {printable(name, 40)!r}" * (name in others)
+                raise wrong_format(uri, f"has {what} {printable(name, 40)!r}", f"Rename it{out}.")
         self.left_out = left_out
         left_out.difference_update(counts.keys() - {*others})
         #: Names of the columns that are metadata.

@@ -17,25 +17,24 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from itertools import chain
-from pathlib import Path, PurePath
-from tarfile import TarError
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
 from jobs.codes import StoredCodes, codec_of
 from jobs.export.audio import AudioReader
-from jobs.export.dataset import END, Finished
+from jobs.export.dataset import END, read_export
 from jobs.export.files import json_line, output
-from jobs.export.folder_formats import read_examples
+from jobs.export.folder_formats import READ_ERRORS, read_examples
 from jobs.export.items import audio_items, facts
 from jobs.formatting import JsonObject
 from jobs.layout import slug
 from jobs.ledger.records import Job, JobSpec
 from jobs.packs import map_ahead
 from jobs.store import ObjectStore
-from jobs.store.base import sha256_of, split_key
-from pipelines.errors import NightjarError, StoreError, invalid
+from jobs.store.base import sha256_of
+from pipelines.errors import NightjarError, invalid
 from pipelines.registry import describe, open_decoder
 from pipelines.request import CodecIdentity
 
@@ -68,12 +67,7 @@ def items_of_job(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Coded
 
 def items_of_export(folder: Path) -> Iterator[CodedItem]:
     """The items of a finished export with codes, in order. Raises `config.invalid` for another folder."""
-    try:
-        finished = msgspec.json.decode((folder / END).read_bytes(), type=Finished)
-    except (OSError, ValueError):
-        raise invalid(
-            f"{folder} is no job and no finished export.", "Give the id of a job, or the folder of an export."
-        ) from None
+    finished, paths = read_export(folder, *_FILES.values())
     made_in = finished.identity.format
     if made_in not in _FILES:
         raise invalid(
@@ -83,9 +77,6 @@ def items_of_export(folder: Path) -> Iterator[CodedItem]:
     import numpy as np
 
     try:
-        # The files that the export wrote, so that a lost one is noticed.
-        names = sorted(file.name for file in finished.files)
-        paths = [folder.joinpath(*split_key(name)) for name in names if PurePath(name).match(_FILES[made_in])]
         for _, files, row in chain.from_iterable(map(read_examples, paths)):
             about = json.loads(files["json"]) if row is None else row
             if (codes := about.pop("codes", None)) is None and "codes.npy" in files:
@@ -97,7 +88,7 @@ def items_of_export(folder: Path) -> Iterator[CodedItem]:
                 np.asarray(codes, np.int16), voice, msgspec.convert(about["codec"], CodecIdentity)
             )
             yield CodedItem(f"{about['index']:09d}-{slug(about['example_id'])}", about, stored)
-    except (OSError, TarError, StoreError, LookupError, TypeError, ValueError, msgspec.MsgspecError) as error:
+    except READ_ERRORS as error:
         raise invalid(
             f"The export {folder} is damaged: {type(error).__name__}: {error}.", "Export again."
         ) from error
@@ -181,7 +172,10 @@ def decode(
                 with output(str(path)) as file:
                     file.write(made.data)
             data = path.read_bytes()
-            info = soundfile.info(io.BytesIO(data))
+            try:
+                info = soundfile.info(io.BytesIO(data))
+            except soundfile.LibsndfileError:
+                raise invalid(f"{str(path)!r} was changed.", "Remove it, then repeat the command.") from None
             facts = {"sample_rate": info.samplerate, "samples": info.frames, "sha256": sha256_of(data)}
             about = {"audio_filepath": place(item)} | item.about | facts
             about["duration"] = round(info.frames / info.samplerate, 6)

@@ -82,7 +82,7 @@ MAX_BLANK_LINES, MAX_BLANK_LINES_EACH = 1_000_000, 10
 BATCH_LINES, BATCH_BYTES = 10_000, 16 << 20
 #: Number of lines that are added to a batch before its bytes are counted again.
 _LINES_AT_ONCE = 16
-_CHUNK_BYTES, _HEAD_BYTES = 1 << 20, 1 << 16
+_CHUNK_BYTES = 1 << 20
 #: zstd expands 4 bytes to at most 128 KiB, so one piece expands to less than 32 MiB.
 _ZSTD_PIECE_BYTES = 1 << 10
 _ZSTD_MAX_WINDOW_BYTES = 1 << 27
@@ -150,7 +150,7 @@ class Source:
         """The first bytes, decompressed. Raises `input.unreadable`."""
         with input_errors(self.uri):
             self.file.seek(0)
-            return decompressed(self.file).read(_HEAD_BYTES).removeprefix(_BOM)[:_HEAD_BYTES]
+            return decompressed(self.file).read(MAX_LINE_BYTES).removeprefix(_BOM)[:MAX_LINE_BYTES]
 
     @property
     def bytes_read(self) -> int:
@@ -308,11 +308,7 @@ def check_source(source: str) -> str:
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
             open(source, "rb").close()
         elif not stat.S_ISFIFO(mode):
-            raise InputError(
-                ErrorCode.INPUT_UNREADABLE,
-                f"{source!r} is a device.",
-                "Give a file, or `-` for standard input.",
-            )
+            raise _unreadable(source, "is a device", "Give a file, or `-` for standard input.")
     return source
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import io
 import math
-import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, partial
@@ -28,9 +27,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import msgspec
 
 from jobs.export.audio import AudioNames, decoded
-from jobs.export.dataset import END, Dataset, Identity, PartFiles, open_destination
+from jobs.export.dataset import Dataset, Identity, PartFiles, open_destination, read_export
 from jobs.export.files import json_line
-from jobs.export.folder_formats import read_examples, tar_file
+from jobs.export.folder_formats import READ_ERRORS, read_examples, tar_file
 from jobs.export.items import LeftOut
 from jobs.export.table_formats import Type, arrow_type
 from jobs.formatting import JsonObject
@@ -61,6 +60,7 @@ _RECIPE: Type = {
 }
 _Factor = Annotated[float, msgspec.Meta(ge=0.1, le=10)]
 _Hertz = Annotated[float, msgspec.Meta(ge=0)]
+_Decibels = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 
 
 def parse_range(text: str) -> list[float]:
@@ -83,7 +83,7 @@ class Effects(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     #: Folder of recordings of noise.
     noise: Path | None = None
     #: Of the speech to the noise, in dB.
-    snr: tuple[float, float] = (5, 20)
+    snr: tuple[_Decibels, _Decibels] = (5, 20)
     #: The lowest and the highest frequency that are left, in Hz.
     band: tuple[_Hertz, _Hertz] | None = None
     #: One of these is drawn.
@@ -131,6 +131,8 @@ class Effects(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             samples = samples + noise[:, None] * math.sqrt(wanted / (np.mean(noise**2) or 1))
         if recipe["band_hz"]:
             edges = np.clip(parse_range(recipe["band_hz"]), 1, rate / 2 - 1)
+            if edges[0] == edges[1]:
+                raise invalid(f"{recipe['band_hz']} Hz is no band at {rate} Hz.", "Give a wider --band.")
             band = signal.butter(_ORDER, edges, "bandpass", fs=rate, output="sos")
             samples = signal.sosfilt(band, samples, axis=0)
         if recipe["codec"]:
@@ -164,6 +166,9 @@ def _read(path: Path, rate: int, samples: int = 0, at: float = 0) -> Samples:
             heard = file.read(needed, "float32", always_2d=True).mean(axis=1)
     except soundfile.LibsndfileError:
         raise invalid(f"{str(path)!r} is not an audio file.", "Remove it from the folder.") from None
+    # A section may be silent.
+    if not (len(heard) if samples else heard.any()):
+        raise invalid(f"{str(path)!r} is silent.", "Remove it from the folder.")
     found = soxr.resample(heard, file.samplerate, rate)
     if len(found) < samples:
         found = np.roll(found, -int(at * len(found)))
@@ -203,17 +208,12 @@ def augment(source: Path, to: str, *, s3: S3Settings | None = None, **given: Any
         raise invalid(f"An effect is impossible: {error}.", "Give another value.") from None
     if not any(effects.recipe("")[name] for name in ("speed", "room", "noise", "band_hz", "codec")):
         raise invalid("No effect is chosen.", "Give --speed, --room, --noise, --band or --codec.")
-    parts = sorted((*source.glob("*/*.tar"), *source.glob("data/*/*/metadata.parquet")))
-    summary = source / END
-    if not parts or not summary.is_file():
+    made, parts = read_export(source, "*/*.tar", "data/*/*/metadata.parquet")
+    if not parts:
         raise invalid(
             f"{str(source)!r} is not an export that can be augmented.",
             "Give the folder of a finished export as webdataset or audiofolder.",
         )
-    made = summary.read_bytes()
-    for name in (file["name"] for file in msgspec.json.decode(made).get("files", ())):
-        if name.endswith((".tar", "/metadata.parquet")) and not (source / name).is_file():
-            raise invalid(f"The export {str(source)!r} has lost {name!r}.", "Export it again.")
     new = Path(to).absolute()
     old = source.absolute()
     if new in (old, *old.parents) or old in new.parents:
@@ -270,7 +270,7 @@ def _examples(path: Path) -> Iterator[tuple[str, dict[str, bytes], JsonObject]]:
                 # The audio of an export is beside its table.
                 audio = path.parent / Path(row["file_name"]).name
                 yield audio.stem, {audio.suffix[1:]: audio.read_bytes()}, row
-    except (OSError, KeyError, ValueError, tarfile.TarError, msgspec.MsgspecError) as error:
+    except READ_ERRORS as error:
         raise invalid(f"{str(path)!r} cannot be read: {error}.", "Export it again.") from error
 
 

@@ -4,6 +4,7 @@ that of the Hugging Face hub."""
 from __future__ import annotations
 
 import heapq
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
@@ -115,13 +116,11 @@ def dataset_card(
         plan=plan,
         facts=facts,
         format=format,
-        license=options.license,
-        codes=sorted(code for code in codes if code.isascii() and code.isalpha() and len(code) in (2, 3)),
+        options=options,
+        codes=sorted(filter(re.compile("[A-Za-z]{2,3}").fullmatch, codes)),
         size=_SIZES[max(0, min(len(str(plan.items)) - 3, len(_SIZES) - 1))],
         splits={name: list(parts) for name, parts in groupby(plan.parts, lambda part: part.split)},
-        failed=failed.most_common(),
-        conversion=options.conversion,
-        voices=facts.voices.longest(),
+        failed=failed,
         languages=languages,
         rows=ROWS,
     )

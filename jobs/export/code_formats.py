@@ -153,6 +153,8 @@ def write_espnet_codes(
     for item, _ in items:
         codes = cast("StoredCodes", item.codes)
         known = item_metadata(job, item)
+        if codec not in (None, codes.codec):
+            raise invalid("The jobs have codes of several codecs.", "Export them to several datasets.")
         codec = codes.codec
         speaker, utterance = kaldi_ids(known.speaker, item.id)
         about.write(b"," * bool(count) + msgspec.json.encode(utterance))

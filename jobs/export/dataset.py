@@ -380,6 +380,23 @@ class Finished(msgspec.Struct, frozen=True):
     schema: str = "nightjar.dataset/1"
 
 
+def read_export(folder: Path, *patterns: str) -> tuple[Finished, list[Path]]:
+    """The summary of a finished export, and its files that match one of these patterns, sorted. Raises
+    `config.invalid` for another folder, and if one of these files is missing or has another size."""
+    try:
+        finished = msgspec.json.decode((folder / END).read_bytes(), type=Finished)
+        found = {folder.joinpath(*split_key(file.name)): file.bytes for file in finished.files}
+        paths = sorted(path for path in found if any(map(path.match, patterns)))
+        for path in paths:
+            if path.stat().st_size != found[path]:
+                raise ValueError(f"{path.name!r} was changed")
+    except (OSError, ValueError, StoreError) as error:
+        raise invalid(
+            f"{str(folder)!r} is no finished export: {error}.", "Give the folder of one, or export again."
+        ) from error
+    return finished, paths
+
+
 @dataclass
 class Dataset:
     """The parts of a dataset at its destination: `begin`, then `add` for each part, then `finish`."""
@@ -404,7 +421,7 @@ class Dataset:
                 raise invalid(
                     f"{there.address!r} contains files that no export wrote.", "Export to an empty folder."
                 )
-        elif done is not None and old == identity and _complete(there.sizes(), done.files):
+        elif done is not None and old == identity and there.lost(done.files) is None:
             there.remove_records()
             return True
         elif done is not None or old != identity:
@@ -440,7 +457,7 @@ class Dataset:
         for file in files or ():
             if self._sizes.get(file.name, file.bytes) != file.bytes:
                 raise self._changed(file)
-        if files is not None and _complete(self._sizes, files):
+        if files is not None and all(file.name in self._sizes for file in files):
             for file in files:
                 self._note(file)
             return False
@@ -470,14 +487,15 @@ class Dataset:
         new = self.identity
         continued = msgspec.structs.replace(old, digest=new.digest, version=new.version, running=new.running)
         own = old == new or (old.running and continued == new)
-        if not own and not (old.job in replaces and old.format == new.format):
+        lists = [there.record(name, list[WrittenFile]) or [] for name in there.lists()]
+        files = {file.name: file for file in chain(listed, *lists)}
+        # An export that was stopped before its first file, for example by a wrong option, is no obstacle.
+        if files and not own and not (old.job in replaces and old.format == new.format):
             filtered = f" with the filter {old.where!r}" if old.where else ""
             raise invalid(
                 f"{there.address!r} contains another export: of job {old.job} in the format {old.format}{filtered}, with other items or options.",
                 "Export to an empty folder or prefix, or remove the other export.",
             )
-        lists = [there.record(name, list[WrittenFile]) or [] for name in there.lists()]
-        files = {file.name: file for file in chain(listed, *lists)}
         if not there.store.remote:
             for name in there.sizes():
                 if not (name in files or name == END or name.startswith(f"{RECORDS}/")):
@@ -497,8 +515,3 @@ class Dataset:
     def _changed(self, file: WrittenFile) -> ConfigError:
         place = self.destination.address
         return invalid(f"{file.name!r} in {place!r} was changed after it was exported.", AGAIN)
-
-
-def _complete(sizes: Mapping[str, int], files: Iterable[WrittenFile]) -> bool:
-    """Whether no file is missing or has another size."""
-    return all(sizes.get(file.name) == file.bytes for file in files)

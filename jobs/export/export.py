@@ -166,7 +166,8 @@ def export_jobs(
 
 def _check_audio(format: ExportFormat, jobs: Sequence[StoredJob], options: ExportOptions) -> None:
     """Checks the conversion for each job, and what the format needs equal in all jobs."""
-    if format.codes and len(outputs := {one.job.spec.output or "audio" for one in jobs}) > 1:
+    outputs = {one.job.spec.output or "audio" for one in jobs}
+    if format.codes and len(outputs) > 1:
         raise invalid(
             f"The outputs of these jobs differ: {', '.join(sorted(outputs))}.",
             "Export them to several datasets.",
@@ -181,7 +182,7 @@ def _check_audio(format: ExportFormat, jobs: Sequence[StoredJob], options: Expor
         made["audio format"].setdefault(options.audio_format or job.spec.format, job.id)
         for rate in rates:
             made["sample rate"].setdefault(options.sample_rate or rate, job.id)
-    for name in format.equal:
+    for name in format.equal if outputs != {"codes"} else ():
         if len(made[name]) > 1:
             found = ", ".join(f"{value} in {job_id}" for value, job_id in made[name].items())
             option = f"--{name.replace(' ', '-')} {min(made[name])}"

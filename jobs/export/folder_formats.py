@@ -286,6 +286,10 @@ def tar_file(file: IO[bytes]) -> Generator[Callable[[str, bytes], None]]:
         yield add
 
 
+#: The errors of a damaged export.
+READ_ERRORS = OSError, tarfile.TarError, LookupError, TypeError, ValueError, msgspec.MsgspecError
+
+
 def read_examples(path: Path) -> Iterator[tuple[str, dict[str, bytes], JsonObject | None]]:
     """Yields the items of a WebDataset's tar file: the name of each and its files by their extension, and None; or of
     a table: their rows without the audio."""

@@ -92,6 +92,7 @@ def test_other_columns_of_a_table_are_texts_under_their_names(
 @pytest.mark.parametrize(
     ("header", "chosen", "words"),
     [
+        ("text,text", Reading(drop=["text"]), "has two columns 'text'. Rename it."),
         ("text,a,a", ALL, "has two columns 'a'. Rename it, or leave it out: --drop 'a'"),
         (
             "text,generation",

@@ -83,6 +83,7 @@ def write(tmp_path: Path, content: str | bytes, name: str = "in") -> Path:
         ("a.TXT", b"Hello.\n", "text"),
         ("a.csv.gz", gzip.compress(b"id,text\n", mtime=0), "csv"),
         ("a.tsv", b"id\ttext\n", "tsv"),
+        ("a.jsonl", b'{"id":"a","text":"%b"}\n' % (b"a " * 100_000), "rows"),
         ("a.jsonl", b"", "dialogues"),
         ("a.jsonl", b'{"broken\n', "dialogues"),
         ("a.jsonl", b'[["user", "text", "hi"]]\n', "dialogues"),
