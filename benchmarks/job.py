@@ -27,7 +27,7 @@ that does not end in time (`--limit` seconds) is interrupted; its row has what w
 and `context` with their text. `--voices` are numbers of recordings; every one of them is used at least twice, in mixed order.
 `--qa off basic strict strict:5%` are the checks of the jobs, the last one with a sample; no bound applies, so that each draw is measured
 once by all meters. `--qa-set` are more settings of checks with meters, such as folders of models (`meters.asr.model=DIR`) or fewer
-meters (`meters.distillmos=false`), and `--meters` the processes of meters; `share_of_off` is the share of the same job without checks.
+meters (`meters.distillmos=false`), and `--meters` the processes of meters (0: their default); `share_of_off` is the share of the same job without checks.
 `--ctc` lets the meter `asr` hear with a CTC model of full size and random weights. Rows of the path "meter" are what each meter of
 `strict` does alone in as many processes, without an engine (`--meter-seconds` each; 0: no such rows); `gpu_gib` is what its processes
 hold of the GPU.
@@ -257,7 +257,8 @@ class JobBench:
         lengths = [self.load.shortest, self.load.longest]
         self.bench = Bench("job_h200", options, cores=os.cpu_count(), load_s=lengths)
         self.environment = environment_with(folder / "voices")
-        self.environment["SPEECH_WORKER__METER_PROCESSES"] = str(options.meters)
+        if options.meters:
+            self.environment["SPEECH_WORKER__METER_PROCESSES"] = str(options.meters)
         self.engine_rates: dict[tuple[str, int], float] = {}
         #: Seconds of each recording on disk.
         self.recordings: list[float] = []
@@ -290,7 +291,8 @@ class JobBench:
             MeterTask({name: options}, Utterance(*sound, words_of(seconds, number), "english"))
             for number, (sound, seconds) in enumerate(zip(samples, lengths, strict=True))
         ]
-        pool, processes = MeterPool(self.options.meters), self.options.meters
+        pool = MeterPool(self.options.meters or None)
+        processes = pool.processes
         try:
             # Each process opens the meter and chooses its kernels.
             wait([pool.submit(one) for one in tasks * max(1, processes // 4)])
@@ -501,7 +503,7 @@ def main(given: Sequence[str] | None = None) -> int:
     options = read(
         parser(__doc__), given, sizes=["0b6"], gpus=[1], paths=["folder"], slots=1024, seconds=40.0, items=0,
         expected=3000.0, instant=0.0, minutes=60.0, skip_engine=False, warm=False, limit=300.0,
-        cloning=["none"], voices=[20], output="audio", qa=["off"], qa_set=str, meters=1, ctc=False, meter_seconds=0.0,
+        cloning=["none"], voices=[20], output="audio", qa=["off"], qa_set=str, meters=0, ctc=False, meter_seconds=0.0,
         known={"sizes": ("0b6", "1b7"), "paths": ("folder", "s3"), "cloning": ("none", "vector", "context")},
     )  # fmt: skip
     if options.tiny:

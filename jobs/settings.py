@@ -113,8 +113,9 @@ class WorkerSettings(SettingsGroup):
     """Address of the metrics. `0.0.0.0` opens it to every network."""
     threads: PositiveInt | None = None
     """Threads of the engine. Unset: the fastest measured number."""
-    meter_processes: PositiveInt = 1
-    """Processes of the quality meters, one core each."""
+    meter_processes: PositiveInt | None = None
+    """Processes of the quality meters, one core each. Unset: half of the cores, at most 8, with a GPU at
+    most 4."""
 
 
 class EngineSettings(SettingsGroup):

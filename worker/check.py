@@ -153,7 +153,7 @@ class _Check:
 
     def measured(self, shard: ShardEnds) -> bool:
         """Measures the items of a shard. False: another check has it."""
-        at_once = self._settings.worker.meter_processes * ITEMS_AT_ONCE
+        at_once = self._pool.processes * ITEMS_AT_ONCE
         threads = DaemonThreads(at_once, "check")
         try:
             with self._taken(shard.no) as taken, ExitStack() as ended:

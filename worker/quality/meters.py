@@ -341,20 +341,18 @@ class DistillMosMeter:
         return self.measure_batch([utterance])[0]
 
     def measure_batch(self, utterances: Sequence[Utterance]) -> Sequence[Readings]:
-        pieces = [self._segments(one.resampled()) for one in utterances]
+        pieces = list[NDArray[np.float32]]()
+        for audio in (one.resampled() for one in utterances):
+            beyond = max(0, len(audio) - self.SEGMENT)
+            padded = np.pad(audio, (0, self.SEGMENT + beyond - len(audio)))
+            starts = (np.linspace(0, 1, -(-beyond // self.HOP) + 1) * beyond).astype(int)
+            pieces.append(np.stack([padded[at : at + self.SEGMENT] for at in starts]))
         segments = self._torch.from_numpy(np.concatenate(pieces)).split(self.AT_ONCE[self._type.itemsize])
         kind, half = self._torch.device(self._device).type, self._torch.float16
         # Its spectrum stays in float32.
         with self._torch.inference_mode(), self._torch.autocast(kind, half, self._type == half):
             scores = self._torch.cat([self._model(some.to(self._device)).float() for some in segments]).cpu()
         return [{"distillmos": (own.mean().item(), "")} for own in scores.split([len(own) for own in pieces])]
-
-    def _segments(self, audio: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The segments [segments, samples] of an audio [samples], the last one padded with zeros."""
-        beyond = max(0, len(audio) - self.SEGMENT)
-        audio = np.pad(audio, (0, self.SEGMENT + beyond - len(audio)))
-        starts = (np.linspace(0, 1, -(-beyond // self.HOP) + 1) * beyond).astype(int)
-        return np.stack([audio[at : at + self.SEGMENT] for at in starts])
 
 
 class DnsMosMeter:

@@ -38,6 +38,8 @@ DRAW_SECONDS, DRAW_SECONDS_PER_SECOND = 60.0, 10.0
 MAX_WAITING, MAX_SAMPLES = 1024, 1 << 28
 #: Maximum number of draws that a process measures at once.
 BATCH = 32
+#: Maximum number of processes by default; with a GPU, since each takes `GPU_BYTES` of it.
+MAX_PROCESSES, MAX_ON_GPU = 8, 4
 #: If meters hang on this number of consecutive items, the meters are assumed to be the cause, not the items.
 HANGS_IN_A_ROW = 3
 #: Maximum number of consecutive outages. Later hangs count as failures of the items again, because otherwise a job whose
@@ -156,13 +158,18 @@ class MeterPool:
     an outage (`model.unreachable`), until the meters answer again or `OUTAGES_IN_A_ROW` outages were reported.
     """
 
-    def __init__(self, processes: int = 1, *, open_host: Callable[[], MeterProcess] = MeterProcess) -> None:
-        self._threads = DaemonThreads(processes, "meter")
-        self._hosts = [open_host() for _ in range(processes)]
-        self._idle: queue.SimpleQueue[MeterProcess] = queue.SimpleQueue()
+    def __init__(
+        self, processes: int | None = 1, *, open_host: Callable[[], MeterProcess] = MeterProcess
+    ) -> None:
+        """`processes`: their maximum; None: by the cores and the GPU."""
+        self._batch, most = (BATCH, MAX_ON_GPU) if count_gpus() else (1, MAX_PROCESSES)
+        self.processes = processes or max(1, min(most, len(os.sched_getaffinity(0)) // 2))
+        self._threads = DaemonThreads(self.processes, "meter")
+        self._hosts = [open_host() for _ in range(self.processes)]
+        # The process that was used last comes first, so no more are started than are needed.
+        self._idle: queue.LifoQueue[MeterProcess] = queue.LifoQueue()
         for host in self._hosts:
             self._idle.put(host)
-        self._batch = BATCH if count_gpus() else 1
         self._waiting = deque[_Waiting]()
         #: Meters whose batches took too long.
         self._one_by_one = set[bytes]()
@@ -210,7 +217,7 @@ class MeterPool:
         some = list[_Waiting]()
         with self._lock:
             # The processes share what waits.
-            count = min(self._batch, -(-len(self._waiting) // len(self._hosts)))
+            count = min(self._batch, -(-len(self._waiting) // self.processes))
             meters = self._waiting[0][0].meters if self._waiting else {}
             if msgspec.json.encode(meters) in self._one_by_one:
                 count = 1

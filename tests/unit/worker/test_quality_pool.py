@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import pytest
 
 from jobs.checks import Option
+from jobs.settings import load_settings
 from pipelines.errors import ErrorCode, ModelError, NightjarError
 from worker.quality.meters import Readings, Utterance
 from worker.quality.process import (
@@ -84,6 +88,36 @@ class TestPool:
             future.result(240)
         pool.close()
         assert not pool.full
+
+    @pytest.mark.parametrize(
+        ("cores", "gpus", "processes"), [(1, "", 1), (6, "", 3), (64, "", 8), (64, "0", 4), (4, "0", 2)]
+    )
+    def test_their_number_is_by_the_cores_and_the_gpu_unless_it_is_set(
+        self, monkeypatch: pytest.MonkeyPatch, cores: int, gpus: str, processes: int
+    ) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        unset = load_settings().worker.meter_processes
+        for given, wanted in ((unset, processes), (5, 5)):
+            pool = MeterPool(given)
+            assert pool.processes == wanted
+            pool.close()
+
+    def test_no_more_processes_are_used_than_are_needed(self) -> None:
+        go, hosts = threading.Event(), list[Blocked]()
+        go.set()
+
+        def open_host() -> Blocked:
+            hosts.append(Blocked(go))
+            return hosts[-1]
+
+        pool = MeterPool(3, open_host=open_host)
+        for _ in range(6):
+            pool.submit(MeterTask({"sum": {}}, Utterance(np.zeros(4, np.float32), RATE, ""))).result(240)
+            # The process is idle again after the result.
+            time.sleep(0.2)
+        pool.close()
+        assert sorted(host.measured for host in hosts) == [0, 0, 6]
 
     def test_what_nobody_waits_for_is_dropped_and_closing_drops_the_rest(self) -> None:
         go = threading.Event()
