@@ -153,14 +153,14 @@ class Module:
         return Kernel(function, name, shared_bytes, self._device)
 
 
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """A kernel of a module. Its only parameter is a structure."""
 
-    def __init__(self, function: ctypes.c_void_p, name: str, shared_bytes: int, device: int) -> None:
-        self._function = function
-        self._name = name
-        self._shared_bytes = shared_bytes
-        self._device = device
+    _function: ctypes.c_void_p
+    _name: str
+    _shared_bytes: int
+    _device: int
 
     def resident_blocks(self, threads: int) -> int:
         """How many blocks of this size run at once on an idle device."""

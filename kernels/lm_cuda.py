@@ -64,7 +64,7 @@ _MAX_CODEBOOKS = 32
 ATTENTION_BLOCKS = 4 * 132
 
 
-def partition_of(shape: tuple[int, bool, int], rows: int, wide: bool = False) -> Partition:
+def partition_of(shape: tuple[int, bool, int], rows: int, wide: bool) -> Partition:
     """The tiles of a product with a shape in `TILE_CONFIGS`, for this number of rows."""
     groups, few, more, tiles = TILE_CONFIGS[shape]
     warps = few if rows <= 8 else more

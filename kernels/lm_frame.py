@@ -411,7 +411,7 @@ class PersistentFrame(FusedFrame):
         k_cache: Tensor,
         v_cache: Tensor,
         plan: Plan,
-        talker: Talker | None = None,
+        talker: Talker | None,
     ) -> None:
         # No kernel is launched early after a cooperative one.
         plan = plan if talker is None else plan._replace(pdl=False)

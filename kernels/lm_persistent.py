@@ -216,7 +216,7 @@ def _exchanged(stack: StackTensors) -> int:
     return stack.layers[0].qkv.shape[0] + stack.heads * stack.head_dim + 2 * stack.hidden + stack.inner
 
 
-def kernel_name(config: TileConfig, rows: int, tested: bool = False) -> str:
+def kernel_name(config: TileConfig, rows: int, tested: bool) -> str:
     """The name of the kernel for this number of rows. `tested`: the name of the one that a `Trial` needs."""
     return f"{config.name}_{rows}" + ("_tested" if tested else "")
 

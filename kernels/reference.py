@@ -168,8 +168,8 @@ def depth_frame(
     random: Tensor,
     settings: Sequence[Tensor],
     flags: DrawFlags,
-    nucleus_first: bool = False,
-    forced: Tensor | None = None,
+    nucleus_first: bool,
+    forced: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draws the codebooks after code 0. The cache of the frame's positions exists only within this call.
 

@@ -151,11 +151,11 @@ class NoAudioError(SynthesisError):
         message: str,
         advice: str,
         text_out: str,
-        meta: Mapping[str, str | int | float | bool] | None = None,
+        meta: Mapping[str, str | int | float | bool],
     ) -> None:
         super().__init__(ErrorCode.SYNTH_NO_AUDIO, message, advice)
         self.text_out = text_out
-        self.meta = dict(meta or {})
+        self.meta = dict(meta)
         # Copies of the error, in this process or in another one, are made from these arguments.
         self.args = (message, advice, text_out, self.meta)
 

@@ -109,7 +109,7 @@ class CausalDecoder(Decoder):
         """The values [B, size] of the states after rows of codes [B, T, codebooks] of these lengths [B]."""
         raise NotImplementedError
 
-    def prepare_streams(self, rows: int, few: bool = False) -> None:
+    def prepare_streams(self, rows: int, few: bool) -> None:
         """On a CUDA device: allocates an arena for the states of `rows` streams, and captures the graphs that
         decode their chunks, all or a `few`.
 

@@ -206,7 +206,7 @@ class StreamGraphs(ChunkGraphs):
     """Decodes chunks of streams on a CUDA stream of high priority; the sizes of its launches bound how long a
     first chunk waits."""
 
-    def __init__(self, run: Run, shape: CodecShape, streams: int, fixed: bool = False) -> None:
+    def __init__(self, run: Run, shape: CodecShape, streams: int, fixed: bool) -> None:
         """`streams`: number of rows of the arena. `fixed`: all launches have `FIXED_ROWS` rows."""
         largest = next((rows for rows in ROWS if rows >= streams), ROWS[-1])
         counts = (FIXED_ROWS,) if fixed else tuple(rows for rows in ROWS if rows <= largest)
@@ -267,7 +267,7 @@ class UtteranceGraphs(ChunkGraphs):
         run: Run,
         shape: CodecShape,
         rows: int,
-        frames: int = STEP_FRAMES,
+        frames: int,
         fixed: bool = False,
         check: Callable[[Sequence[Tensor]], None] = lambda _: None,
         make_values: Callable[[Sequence[CodecState]], None] = lambda _: None,

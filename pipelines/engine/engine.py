@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -218,6 +219,7 @@ class Engine:
             self._preparing = False
 
 
+@dataclass(eq=False)
 class NativeHost:
     """A `pipelines.tokens.TokenHost` over `Engine`.
 
@@ -226,24 +228,19 @@ class NativeHost:
     step are its id, then those of all codebooks.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        ids: IntArray,
-        prefixes: Callable[[TokenPrompt], Sequence[PromptPrefix]] = lambda _: (),
-        codebooks: int = 1,
-    ) -> None:
-        """`prefixes`: returns the prefixes that a prompt can share with others; `codebooks`: number of codebooks
-        of a frame."""
-        self._engine = engine
-        self._ids = ids
+    _engine: Engine
+    _ids: IntArray
+    #: Returns the prefixes that a prompt can share with others.
+    _prefixes: Callable[[TokenPrompt], Sequence[PromptPrefix]] = lambda _: ()
+    #: Number of codebooks of a frame.
+    _codebooks: int = 1
+
+    def __post_init__(self) -> None:
         #: The codes of ids, for the repetition penalty of ids in a prompt.
-        self._codes = {int(token): code for code, token in enumerate(ids.tolist())}
-        self._prefixes = prefixes
-        self._codebooks = codebooks
-        self.close = engine.close
-        self.cancel = engine.cancel
-        self.stats = engine.stats
+        self._codes = {int(token): code for code, token in enumerate(self._ids.tolist())}
+        self.close = self._engine.close
+        self.cancel = self._engine.cancel
+        self.stats = self._engine.stats
 
     @property
     def info(self) -> EngineInfo:

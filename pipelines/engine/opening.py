@@ -197,8 +197,8 @@ def check_executor(
     device: torch.device,
     kind: ExecutorKind,
     reproducible: bool,
-    page_size: int = 64,
-    stacks: Sequence[Stack] = (),
+    page_size: int,
+    stacks: Sequence[Stack],
 ) -> None:
     """Raises `ConfigError` (`config.invalid`) for an executor that does not work on a device or with a model of
     these stacks, before weights are loaded."""

@@ -4,6 +4,7 @@ if results must be reproducible."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -57,6 +58,7 @@ def packed_sizes(slots: int) -> tuple[int, ...]:
     return PACKED_SIZES if slots <= BUCKETS[-1] else (*PACKED_SIZES, *WIDE_PACKED_SIZES)
 
 
+@dataclass(eq=False)
 class PackedPrefills:
     """Prefills chunks of any lengths from any positions. Only positions after the last chunk of a row are
     padding.
@@ -64,14 +66,14 @@ class PackedPrefills:
     `Buckets` chooses when to capture a graph. A call can have one chunk of each slot.
     """
 
-    def __init__(
-        self, work: PackedWork, state: SlotState, capture: Capture, sizes: Sequence[int] = PACKED_SIZES
-    ) -> None:
-        """`sizes`: numbers of positions of rows that graphs are captured for."""
-        self._work = work
-        self._state = state
-        self._capture = capture
-        self.rows: Buckets[_Row] = Buckets(sizes, "positions")
+    _work: PackedWork
+    _state: SlotState
+    _capture: Capture
+    #: Numbers of positions of rows that graphs are captured for.
+    _sizes: Sequence[int]
+
+    def __post_init__(self) -> None:
+        self.rows: Buckets[_Row] = Buckets(self._sizes, "positions")
 
     def warm(self) -> None:
         """Captures the longest row that fits into memory, which can replace all others, and the usual one.
@@ -157,16 +159,18 @@ def _shortest(sizes: Sequence[int], positions: int, runs: int) -> int:
     return next((size for size in sizes if size >= positions and _max_runs(size) >= runs), sizes[-1])
 
 
+@dataclass(eq=False)
 class PaddedPrefills:
     """Prefills chunks that fit a shape. Chunks of one size and position always have the same shape, so that
     their bits do not depend on other chunks."""
 
-    def __init__(self, work: PaddedWork, state: SlotState, kv: PagedKV, capture: Capture) -> None:
-        self._work = work
-        self._state = state
-        self._kv = kv
-        self._capture = capture
-        self._shapes = [shape for shape in SHAPES if shape[1] + shape[2] <= state.page_table.shape[1]]
+    _work: PaddedWork
+    _state: SlotState
+    _kv: PagedKV
+    _capture: Capture
+
+    def __post_init__(self) -> None:
+        self._shapes = [shape for shape in SHAPES if shape[1] + shape[2] <= self._state.page_table.shape[1]]
         #: Captured rows by the index of their shape.
         self.rows: Buckets[_Row] = Buckets(range(len(self._shapes)), "(the index of a shape)")
 
@@ -183,7 +187,10 @@ class PaddedPrefills:
         left = list[PrefillRun]()
         groups = dict[int, list[PrefillRun]]()
         for run in runs:
-            if (shape := self._shape_of(run)) is None:
+            before, rest = divmod(run.start, self._kv.page_size)
+            used = self._kv.pages_for(len(run.embeddings))
+            fits = (used <= new and first == before and not rest for _, new, first in self._shapes)
+            if (shape := next((at for at, one in enumerate(fits) if one), None)) is None:
                 left.append(run)
             else:
                 groups.setdefault(shape, []).append(run)
@@ -193,15 +200,6 @@ class PaddedPrefills:
             for start in range(0, len(group), together):
                 self._replay(row, group[start : start + together])
         return left
-
-    def _shape_of(self, run: PrefillRun) -> int | None:
-        """The index of the shape that a chunk fits; None if it fits none."""
-        before, rest = divmod(run.start, self._kv.page_size)
-        used = self._kv.pages_for(len(run.embeddings))
-        for at, (_, new, first) in enumerate(self._shapes):
-            if used <= new and first == before and not rest:
-                return at
-        return None
 
     def _replay(self, row: _Row, runs: Sequence[PrefillRun]) -> None:
         sent = np.zeros(row.runs.shape, np.int64)

@@ -85,29 +85,21 @@ class Plan(NamedTuple):
     together: bool
 
 
+@dataclass(eq=False)
 class TurnPlanner:
     """Plans turns. Remembers the times of the last ones, and the number of turns without batch work."""
 
-    def __init__(
-        self,
-        batch_sizes: Sequence[int],
-        frame_seconds: float,
-        reproducible: bool = False,
-        chunk_frames: Sequence[int] = CHUNK_FRAMES,
-        first_frames: Sequence[int] = FIRST_FRAMES,
-    ) -> None:
-        """`batch_sizes`: the sizes that batches are padded to, ascending; `frame_seconds`: seconds of speech in
-        a frame.
+    #: The sizes that batches are padded to, ascending, and seconds of speech in a frame.
+    _batch_sizes: Sequence[int]
+    _frame_seconds: float
+    #: Whether chunks have the same sizes at any load, since the codec's rounding depends on them.
+    _reproducible: bool
+    #: Sizes of a stream's chunks, each up to twice the one before; the last one repeats. Possible sizes of the first
+    #: chunk.
+    _chunk_frames: Sequence[int]
+    _first_frames: Sequence[int]
 
-        `chunk_frames`: sizes of a stream's chunks, each up to twice the one before; the last one repeats.
-        `first_frames`: possible sizes of the first chunk. `reproducible`: chunks have the same sizes at any
-        load, since the codec's rounding depends on them.
-        """
-        self._reproducible = reproducible
-        self._chunk_frames = chunk_frames
-        self._first_frames = first_frames
-        self._batch_sizes = batch_sizes
-        self._frame_seconds = frame_seconds
+    def __post_init__(self) -> None:
         #: Consecutive turns without batch work.
         self._skipped = 0
         self._together: deque[float] = deque(maxlen=_KEPT_TURNS)

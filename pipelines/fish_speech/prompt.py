@@ -160,7 +160,7 @@ class Conversation:
     conversation.answer(codes)
     """
 
-    def __init__(self, vocabulary: Vocabulary, codebooks: int, references: Sequence[Reference] = ()) -> None:
+    def __init__(self, vocabulary: Vocabulary, codebooks: int, references: Sequence[Reference]) -> None:
         """Raises `InputError` (`input.unpronounceable`) for a reference text that contains a control token."""
         self._vocabulary = vocabulary
         self._ids = list[int]()

@@ -133,7 +133,7 @@ class EnglishReader:
     def pieces(
         self,
         text: str,
-        is_stopped: Callable[[], bool] = lambda: False,
+        is_stopped: Callable[[], bool],
         owners: deque[int] | None = None,
         pronunciations: WholeWords | None = None,
     ) -> Iterator[list[int]]:

@@ -283,7 +283,7 @@ def packed_needs(config: Qwen3TTSConfig, dtype: torch.dtype) -> int:
     return values * dtype.itemsize
 
 
-def start_warming(decoder: CodecDecoder | None, clones: bool = False) -> Callable[[], None]:
+def start_warming(decoder: CodecDecoder | None, clones: bool) -> Callable[[], None]:
     """Warms the codec's decoder on a GPU while other parts of the model are opened. Returns a function that
     waits until that is done."""
 

@@ -41,11 +41,10 @@ FMAX_HZ = 12_000.0
 MAGNITUDE_FLOOR = 1e-9
 MEL_FLOOR = 1e-5
 STATISTICS_FLOOR = 1e-12
-_CPU = torch.device("cpu")
 
 
 @lru_cache(maxsize=4)
-def mel_bands(bands: int, sample_rate: int, device: torch.device = _CPU) -> Tensor:
+def mel_bands(bands: int, sample_rate: int, device: torch.device) -> Tensor:
     """The filters of `log_mel`: float32 [bands, n_fft // 2 + 1]."""
     return mel_filters(N_FFT // 2 + 1, bands, FMIN_HZ, FMAX_HZ, sample_rate).T.contiguous().to(device)
 
@@ -58,9 +57,7 @@ def reflected(x: Tensor, lengths: Tensor, left: int, right: int) -> Tensor:
     return x.gather(2, (last - (last - steps).abs()).clamp(min=0).expand(-1, x.shape[1], -1))
 
 
-def log_mel(
-    samples: Tensor, lengths: Tensor, sample_rate: int = 24_000, bands: int = 128
-) -> tuple[Tensor, Tensor]:
+def log_mel(samples: Tensor, lengths: Tensor, sample_rate: int, bands: int) -> tuple[Tensor, Tensor]:
     """Log-mel spectrograms of mono audio in float32: samples [B, n], of which each row has `lengths` [B] -> [B,
     bands, n // 256], and the frames of each row [B].
 
@@ -269,7 +266,7 @@ class CodecEncoder:
     """Turns mono audio into codes, `encode_downsample_rate` samples for each frame: the encoder of Mimi (Kyutai)
     as in transformers. Runs in float32, because a rounding error can change a code."""
 
-    def __init__(self, config: CodecConfig, source: TensorSource, device: torch.device | str = "cpu") -> None:
+    def __init__(self, config: CodecConfig, source: TensorSource, device: torch.device | str) -> None:
         sizes = config.encoder
         load = Loader(source, "encoder.", torch.float32, torch.device(device))
         self.device = load.device
@@ -413,8 +410,8 @@ class VoiceCache:
         config: Qwen3TTSConfig,
         speaker: SpeakerEncoder,
         codec: Codec,
-        folder: str | None = None,
-        folder_bytes: int = 0,
+        folder: str | None,
+        folder_bytes: int,
     ) -> None:
         assert codec.encoder is not None
         self._config = config

@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from urllib.parse import parse_qs
 
@@ -38,20 +39,20 @@ REQUEST_ID = "nightjar.request_id"
 Headers = Mapping[bytes, bytes]
 
 
+@dataclass(eq=False)
 class RequestMiddleware:
     """The ASGI app around the routes."""
 
-    def __init__(
-        self, app: ASGIApp, options: ServeOptions, admission: AdmissionQueue, metrics: MetricsPage
-    ) -> None:
-        """`admission`: the queue of any of the models; all of them are closed at once."""
-        self._app = app
-        self._options = options
-        self._keys = [_digest(key.encode()) for key in options.keys]
-        self._admission = admission
-        self._metrics = metrics
-        self._hosts = frozenset(host.lower() for host in options.allowed_hosts)
-        self._memory = BodyMemory(options.max_body_bytes)
+    _app: ASGIApp
+    _options: ServeOptions
+    #: The queue of any of the models; all of them are closed at once.
+    _admission: AdmissionQueue
+    _metrics: MetricsPage
+
+    def __post_init__(self) -> None:
+        self._keys = [_digest(key.encode()) for key in self._options.keys]
+        self._hosts = frozenset(host.lower() for host in self._options.allowed_hosts)
+        self._memory = BodyMemory(self._options.max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -174,7 +174,7 @@ class Tokenizer(NamedTuple):
     mel: MelMagnitudes
 
     @torch.inference_mode()
-    def semantic_tokens(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
+    def semantic_tokens(self, features: Tensor, mask: Tensor | None) -> Tensor:
         """features: float32 [batch, steps, dim]; mask: bool [batch, steps], False after the end of each row
         -> int64 [batch, steps]."""
         return self.quantizer.tokens(self.encoder(features, None if mask is None else mask[:, None]))

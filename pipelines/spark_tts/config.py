@@ -138,7 +138,14 @@ class SparkConfig:
                 f"is {hop}, but BiCodec makes {bicodec.samples_per_token} samples per token",
             )
         clip = int(top.value("sample_rate", Size) * top.value("ref_segment_duration", Positive)) // hop * hop
-        lm = _lm(Keys.read(folder / LLM / "config.json"))
+        keys = Keys.read(folder / LLM / "config.json")
+        keys.expect(model_type="qwen2", use_sliding_window=False, hidden_act="silu")
+        heads = keys.value("num_attention_heads", Size)
+        head_dim = keys.value("head_dim", Size, keys.value("hidden_size", Size) // heads)
+        lm = keys.take(LmConfig, rope_theta=keys.rope_theta(), head_dim=head_dim)
+        keys.require(
+            heads % lm.kv_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads"
+        )
         return top.take(cls, folder=folder, clip_samples=clip, bicodec=bicodec, lm=lm)
 
 
@@ -159,19 +166,6 @@ def _bicodec(keys: Keys) -> BiCodecConfig:
         (k - s) % 2 for k, s in zip(wave.kernel_sizes, wave.rates)
     ):
         raise keys.error("decoder.kernel_sizes", "do not fit the rates")
-    return config
-
-
-def _lm(keys: Keys) -> LmConfig:
-    keys.expect(model_type="qwen2", use_sliding_window=False, hidden_act="silu")
-    heads = keys.value("num_attention_heads", Size)
-    hidden = keys.value("hidden_size", Size)
-    config = keys.take(
-        LmConfig, rope_theta=keys.rope_theta(), head_dim=keys.value("head_dim", Size, hidden // heads)
-    )
-    keys.require(
-        heads % config.kv_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads"
-    )
     return config
 
 

@@ -52,7 +52,7 @@ def exact() -> CodecDecoder:
 def prepared(reproducible: bool = False) -> CodecDecoder:
     """The same weights, with graphs."""
     decoder = dummy_decoder(PUBLISHED_CODEC, torch.device("cuda"), torch.bfloat16, reproducible=reproducible)
-    decoder.prepare_streams(ROWS)
+    decoder.prepare_streams(ROWS, few=False)
     return decoder
 
 
@@ -109,7 +109,7 @@ def test_every_size_was_captured_and_takes_no_more_than_it_says() -> None:
     before = torch.cuda.memory_reserved()
     another = dummy_decoder(PUBLISHED_CODEC, torch.device("cuda"), torch.bfloat16)
     weights = torch.cuda.memory_reserved() - before
-    another.prepare_streams(8)
+    another.prepare_streams(8, few=False)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() - before - weights <= stream_bytes(another.shape, 8) + 2**28

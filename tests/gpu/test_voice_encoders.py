@@ -36,7 +36,7 @@ def voices(device: str) -> VoiceCache:
     config = Qwen3TTSConfig.from_folder(FOLDER)
     with Checkpoint(FOLDER) as source:
         speaker = SpeakerEncoder(config.speaker_encoder, source, device)
-    return VoiceCache(config, speaker, load_codec(FOLDER / "speech_tokenizer", device))
+    return VoiceCache(config, speaker, load_codec(FOLDER / "speech_tokenizer", device), None, 0)
 
 
 def test_any_batch_has_the_codes_of_the_cpu_and_the_bits_of_a_row_alone(

@@ -249,7 +249,7 @@ def twin(one: Case, forced: Tensor | None = None) -> tuple[Made, Tensor]:
     settings = state.residual.rows(rows)
     bare = depth._replace(project=None)  # the states are given as the projection left them
     codes, finite, logits = depth_frame(
-        bare, one.hidden, one.first, noise[:, 1:], settings, ANY_DRAWS, forced=forced
+        bare, one.hidden, one.first, noise[:, 1:], settings, ANY_DRAWS, nucleus_first=False, forced=forced
     )
     fed = codes if forced is None else forced
     text = state.trailing[rows, state.frames[rows].clamp(max=state.trailing.shape[1] - 1)]

@@ -104,9 +104,9 @@ def test_graphs_are_those_of_a_group_and_its_frames() -> None:
 
 def test_a_few_graphs_hold_every_launch_and_others_follow_by_need() -> None:
     decoder = Prepared(40)
-    few = decoder.stream_graphs = decoder.graphs = StreamGraphs(decoder.run, decoder.shape, 40).prepare(
-        few=True
-    )
+    few = decoder.stream_graphs = decoder.graphs = StreamGraphs(
+        decoder.run, decoder.shape, 40, False
+    ).prepare(few=True)
     decoder.spoil()
     assert {frames: set(one.captured) for frames, one in few.graphs.items()} == {
         1: {1, 8, 64},

@@ -250,7 +250,7 @@ def test_beside_streams_small_batches_are_started_one_by_one() -> None:
 def test_a_few_utterances_wait_for_nobody_and_many_do() -> None:
     now = [100.0]
     heard = Heard()
-    lane = UtteranceLane(Adder(), gathering=Gathering(10_000, monotonic=lambda: now[0]))
+    lane = UtteranceLane(Adder(), 64, None, Gathering(10_000, monotonic=lambda: now[0]))
     for index in range(QUIET_ARRIVALS):
         put(lane, heard.at(str(index)), index)
     assert len(lists(heard.take(QUIET_ARRIVALS))) == QUIET_ARRIVALS

@@ -371,9 +371,9 @@ def test_heads_that_the_kernels_do_not_know_are_refused_where_graphs_are_asked_f
     stacks = [Shape(), Shape(heads=heads, kv_heads=kv_heads, head_dim=head_dim)]
     for kind, reproducible in (("graph", False), ("auto", True)):
         with pytest.raises(ConfigError, match=f"The graph executor cannot run this model.*{said}") as caught:
-            check_executor(torch.device("cuda"), kind, reproducible, stacks=stacks)
+            check_executor(torch.device("cuda"), kind, reproducible, 64, stacks)
         assert "eager" in caught.value.advice
-    check_executor(torch.device("cuda"), "auto", False, stacks=stacks)
+    check_executor(torch.device("cuda"), "auto", False, 64, stacks)
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])

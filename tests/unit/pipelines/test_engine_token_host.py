@@ -192,7 +192,7 @@ def frames_host() -> tuple[NativeHost, GenerationRequest, Qwen3TTSModel]:
     options = EngineOptions(slots=2, pages=64, page_size=8, max_context=MAX_CONTEXT, prefill_chunk=16)
     executor = EagerExecutor(model, options)
     ids = np.arange(model.config.talker.vocab) + 1000
-    host = NativeHost(Engine(executor, options), ids, codebooks=model.codebooks)
+    host = NativeHost(Engine(executor, options), ids, lambda _: (), model.codebooks)
     return host, wanted, model
 
 

@@ -10,8 +10,10 @@ from pipelines.engine.buckets import BUCKETS
 from pipelines.engine.turns import (
     AHEAD_ROWS,
     CHEAP_ROWS,
+    CHUNK_FRAMES,
     DUE_SECONDS,
     FAIR_TURNS,
+    FIRST_FRAMES,
     MAX_AHEAD_ROWS,
     Playback,
     TurnPlanner,
@@ -31,7 +33,7 @@ def awaiting(waited: float = 0.0) -> Playback:
 
 
 def planner(turn: float = 0.01) -> TurnPlanner:
-    made = TurnPlanner(BUCKETS, FRAME_SECONDS)
+    made = TurnPlanner(BUCKETS, FRAME_SECONDS, False, CHUNK_FRAMES, FIRST_FRAMES)
     made.record(turn, together=True)
     return made
 
@@ -205,7 +207,7 @@ def test_under_more_streams_than_the_device_can_make_nobody_starves() -> None:
 
 
 def test_reproducible_chunks_have_the_same_sizes_at_any_load() -> None:
-    made = TurnPlanner(BUCKETS, FRAME_SECONDS, reproducible=True)
+    made = TurnPlanner(BUCKETS, FRAME_SECONDS, True, CHUNK_FRAMES, FIRST_FRAMES)
     for seconds in (0.002, 10.0):
         for _ in range(40):
             made.record(seconds, True)

@@ -85,7 +85,7 @@ def start(
 ) -> tuple[FakeHost, Asked, TurnPlan]:
     host = FakeHost()
     sampling = TokenSampling(most, 0.8, 30, 0.8, seed=7, stop_ids=(END,))
-    plan = TurnPlan("item", Conversation(VOCABULARY, 10), texts, sampling, frames, context, keep, 20.0)
+    plan = TurnPlan("item", Conversation(VOCABULARY, 10, []), texts, sampling, frames, context, keep, 20.0)
     return host, Asked(host, plan, heard), plan
 
 

@@ -177,7 +177,7 @@ def test_repeated_words_all_have_a_time() -> None:
     for number in range(400):
         chosen = random.choices(words, k=random.randint(2, 5)) if number % 2 else [random.choice(words)] * 3
         owners = deque[int]()
-        list(READER.pieces(" ".join(chosen), owners=owners))
+        list(READER.pieces(" ".join(chosen), lambda: False, owners=owners))
         said = [word for place, word in enumerate(chosen) if place in owners]
         assert said == chosen
 
@@ -186,7 +186,7 @@ def test_repeated_words_all_have_a_time() -> None:
 def test_every_phoneme_has_a_word(text: str) -> None:
     owners = deque[int]()
     try:
-        pieces = list(READER.pieces(text, owners=owners))
+        pieces = list(READER.pieces(text, lambda: False, owners=owners))
     except InputError:
         return
     assert len(owners) == sum(number not in (0, 16) for piece in pieces for number in piece)

@@ -12,7 +12,7 @@ from pipelines.qwen3_tts.speaker import log_mel, mel_bands
 
 def mel_of(samples: torch.Tensor) -> torch.Tensor:
     """The log-mel spectrogram of one recording, [n] -> [n // 256, bands]."""
-    (mel,), (frames,) = log_mel(samples[None], torch.tensor([len(samples)]))
+    (mel,), (frames,) = log_mel(samples[None], torch.tensor([len(samples)]), 24_000, 128)
     return mel.T[: int(frames)]
 
 
@@ -27,7 +27,7 @@ def centres(bands: int = 128) -> torch.Tensor:
 
 
 def test_filters_have_equal_area_and_the_right_centres() -> None:
-    filters = mel_bands(128, 24_000)
+    filters = mel_bands(128, 24_000, torch.device("cpu"))
     assert filters.shape == (128, 513)
     assert (filters >= 0).all()
     wide = filters[40:]  # narrower ones catch too few bins for a sum to be their area

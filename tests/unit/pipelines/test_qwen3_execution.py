@@ -190,9 +190,9 @@ def test_a_c_compiler_is_looked_for_as_triton_does(hopper: Path, monkeypatch: py
 
 def test_the_codec_of_a_gpu_is_made_ready_beside_the_model(caplog: pytest.LogCaptureFixture) -> None:
     warmed = threading.Event()
-    start_warming(cast("Any", SimpleNamespace(device=torch.device("cpu"), warm=warmed.set)))()
+    start_warming(cast("Any", SimpleNamespace(device=torch.device("cpu"), warm=warmed.set)), False)()
     assert not warmed.is_set(), "on a CPU nothing is made"
-    start_warming(cast("Any", SimpleNamespace(device=torch.device("cuda"))))()
+    start_warming(cast("Any", SimpleNamespace(device=torch.device("cuda"))), False)()
     assert "could not be warmed up" in caplog.text, "that it cannot decode is no reason not to start"
 
 
@@ -215,7 +215,7 @@ def test_the_megakernel_is_never_replaced_in_silence(gpu_model: Qwen3TTSModel, n
 
 def test_the_reproducible_mode_has_no_megakernel() -> None:
     with pytest.raises(ConfigError, match="The megakernel executor is not reproducible") as caught:
-        opening.check_executor(torch.device("cuda"), "megakernel", True)
+        opening.check_executor(torch.device("cuda"), "megakernel", True, 64, ())
     assert "SPEECH_ENGINE__REPRODUCIBLE" in caught.value.advice
 
 
