@@ -45,8 +45,17 @@ def test_a_request_waits_prefilled_for_a_row_and_says_the_same(frames_per_turn: 
     assert max(batches) == 4
     assert batches.count(4) > len(batches) // 2
     assert ahead > 0, "nobody was prefilled ahead"
+    sizes = EngineOptions(1, 200, 8, MAX_CONTEXT, reserve_frames=4)
+    single = ListenedCore(EagerExecutor(model, sizes), sizes, Recorder())
     for request in members:
         np.testing.assert_array_equal(heard.codes[request], run_alone(model, request)[0])
+        single.add(request)
+    turn_until(lambda: not single.busy, single.step)
+    for request in members:
+        np.testing.assert_array_equal(
+            core.log_probabilities[request], single.log_probabilities[request], strict=True
+        )
+        assert len(core.log_probabilities[request]) == len(heard.codes[request])
     assert len(core.scheduler.kv.free) == core.scheduler.kv.pages
 
 
