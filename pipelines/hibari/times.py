@@ -31,7 +31,7 @@ SPACE = 16
 _STRESS = "ˈˌ"
 #: Maximum number of words that are read for one word of a text, and of ways to divide them that are followed.
 _MAX_READ = _MAX_WAYS = 24
-#: The cost of uneven shares; that of each word that is read otherwise is 1.
+#: The cost of uneven shares; that of each word that is read otherwise is 1, or 2 beside the word itself.
 _EVEN = 0.01
 _MARKS = re.compile(r"[\W_]+")
 
@@ -119,7 +119,8 @@ def read_as(written: Sequence[str], read: Sequence[str]) -> list[int]:
             cost, begin, *_ = before
             is_same = spoken[begin : begin + 1] == [key]
             for count in range(min(_MAX_READ, len(spoken) - begin) + 1):
-                cost_here = cost + max(count - is_same, 0) + count * count * _EVEN
+                others = 2 * abs(count - 1) if is_same else count
+                cost_here = cost + others + count * count * _EVEN
                 way = cost_here, begin + count, begin, before
                 after[begin + count] = min(way, after.get(begin + count, way))
         ways = after

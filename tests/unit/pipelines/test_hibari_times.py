@@ -143,6 +143,8 @@ def test_times_cross_processes() -> None:
         ("7:30, 7:30, half five seven", "seven thirty, seven thirty, half five seven", [0, 0, 1, 1, 2, 3, 4]),
         ("3:16, 3.16, 316", "three sixteen, 3.16, 316", [0, 0, 1, 2]),
         ("$5 1/2 100% one", "$5 one half 100% one", [0, 1, 1, 2, 3]),
+        ("Visit a=b&c=d or", "Visit a equals b&c equals d or", [0, 1, 1, 1, 1, 1, 2]),
+        ("(555) 123-4567", "(555) 1 2 3, 4 5 6 7", [0, 1, 1, 1, 1, 1, 1, 1]),
         ("a b", "a" + " x" * 60, [0] * 31 + [1] * 30),
     ],
 )
