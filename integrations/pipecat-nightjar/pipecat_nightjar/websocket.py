@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from pipecat.frames.frames import ErrorFrame, Frame, TTSAudioRawFrame, TTSTextFrame
-from pipecat.processors.frame_processor import FrameProcessorSetup
+from pipecat.frames.frames import ErrorFrame, Frame, InterruptionFrame, TTSAudioRawFrame, TTSTextFrame
+from pipecat.processors.frame_processor import FrameDirection, FrameProcessorSetup
 from pipecat.services.tts_service import TextAggregationMode, WebsocketTTSService
 from pipecat.transcriptions.language import Language
 from pipecat.utils.errors import ErrorCategory, classify_http_exception
@@ -102,8 +102,11 @@ class NightjarTTSService(WebsocketTTSService):
         self._connect_seconds = connect_seconds
         self._receive_task: asyncio.Task[None] | None = None
         self._replies: dict[str, _Reply] = {}
-        #: When the audio of a context began to be played, and when all that has arrived will have been played.
+        #: When the audio of a context began to be played, and when all that has arrived will have been played, by the
+        #: pipeline's clock in seconds.
         self._played: dict[str, tuple[float, float]] = {}
+        #: When all audio that was pushed will have been played, by the same clock.
+        self._played_until = 0.0
         #: Contexts that failed: their unspoken text does not become part of the conversation.
         self._failed: set[str] = set()
 
@@ -163,6 +166,23 @@ class NightjarTTSService(WebsocketTTSService):
         self._played.pop(context_id, None)
         await super().on_audio_context_completed(context_id)
 
+    async def push_frame(self, frame: Frame, direction: FrameDirection = FrameDirection.DOWNSTREAM) -> None:
+        if isinstance(frame, TTSAudioRawFrame):
+            self._played_until = max(self._played_until, self._now()) + frame.num_frames / frame.sample_rate
+        elif isinstance(frame, InterruptionFrame):
+            self._played_until = 0.0
+        await super().push_frame(frame, direction)
+
+    async def start_word_timestamps(self) -> None:
+        """Counts the times of a context from the end of the audio before it, where Pipecat counts them from its
+        last word."""
+        tracker = self._word_timestamp_tracker
+        tracker.last_pts = max(tracker.last_pts, int(self._played_until * 1e9))
+        await super().start_word_timestamps()
+
+    def _now(self) -> float:
+        return self.get_clock().get_time() / 1e9
+
     async def _update_settings(self, delta: NightjarTTSSettings) -> dict[str, Any]:
         """Continues the rest of a reply in a new context, because a context has one voice."""
         changed = await super()._update_settings(delta)
@@ -178,11 +198,10 @@ class NightjarTTSService(WebsocketTTSService):
         self._turn_context_id = self.create_context_id()
 
     async def _apply_force_complete(self, context_id: str) -> None:
-        """At the end of a context, completes its text with words that had no time. After a failure they were
-        not spoken, and are no part of the conversation."""
-        frames = self._aggregated_frame_sequencer.force_complete(
-            context_id, self._word_timestamp_tracker.last_pts
-        )
+        """At the end of a context, completes its text with words that had no time, which are said by the end of
+        its audio. After a failure they were not spoken, and are no part of the conversation."""
+        said_at = max(self._word_timestamp_tracker.last_pts, int(self._played_until * 1e9))
+        frames = self._aggregated_frame_sequencer.force_complete(context_id, said_at)
         for frame in frames:
             if isinstance(frame, TTSTextFrame) and context_id in self._failed:
                 frame.append_to_context = False
@@ -297,8 +316,8 @@ class NightjarTTSService(WebsocketTTSService):
             return
         elif kind == "chunk":
             audio = base64.b64decode(message["data"])
-            seconds, now = len(audio) / 2 / self.sample_rate, time.monotonic()
-            begin, end = self._played.get(context_id, (now, now))
+            seconds, now = len(audio) / 2 / self.sample_rate, self._now()
+            begin, end = self._played.get(context_id, (max(now, self._played_until),) * 2)
             self._played[context_id] = begin, max(end, now) + seconds
             reply.seconds += seconds
             step = 2 * int(_FRAME_SECONDS * self.sample_rate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -134,6 +135,49 @@ def test_characters_of_a_chinese_reply_are_words_without_spaces(
     assert [message["content"] for message in context.get_messages()] == [reply]
 
 
+@pytest.mark.parametrize("as_replies", [False, True])
+def test_words_of_texts_in_a_row_are_said_with_their_own_audio(
+    server: NightjarServer, as_replies: bool
+) -> None:
+    texts = (FIRST, SECOND, FIRST)
+
+    async def script(conversation: Conversation) -> None:
+        for text in texts:
+            await (conversation.say(text) if as_replies else conversation.send(TTSSpeakFrame(text)))
+        await conversation.until_replies(len(texts))
+
+    done = asyncio.run(converse(service(server, extra=SEEDED), script))
+    begins, seconds = dict[str, float](), dict[str, float]()
+    for frame in done.below.frames:
+        if isinstance(frame, TTSTextFrame):
+            begins.setdefault(str(frame.context_id), (frame.pts or 0) / 1e9)
+        elif isinstance(frame, TTSAudioRawFrame):
+            name = str(frame.context_id)
+            seconds[name] = seconds.get(name, 0.0) + len(frame.audio) / 2 / frame.sample_rate
+    first, second, third = begins.values()
+    assert [second - first, third - second] == pytest.approx([*seconds.values()][:2], abs=0.05)
+
+
+def test_words_after_an_interruption_are_said_with_their_audio(server: NightjarServer) -> None:
+    heard_at = list[float]()
+
+    async def script(conversation: Conversation) -> None:
+        await conversation.say(LONG[:600])
+        await conversation.until_replies(1)
+        heard_at.append(time.monotonic())
+        await conversation.interrupt()
+        await conversation.below.until(lambda: bool(conversation.below.of(InterruptionFrame)))
+        await conversation.say(REPLY)
+        await conversation.until_replies(2)
+        heard_at.append(time.monotonic())
+
+    done = asyncio.run(converse(service(server), script))
+    words = done.below.of(TTSTextFrame)
+    first = next(word for word in words if word.text == "library")
+    assert (first.pts or 0) - (words[0].pts or 0) < 20e9, "40 s of speech were not heard"
+    assert heard_at[1] - heard_at[0] < 20
+
+
 def test_without_times_a_sentence_becomes_text_of_the_conversation_behind_its_audio(
     server: NightjarServer,
 ) -> None:
@@ -146,6 +190,16 @@ def test_without_times_a_sentence_becomes_text_of_the_conversation_behind_its_au
     ]
     parts = [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before]
     assert parts == ["audio", *FIRST.split(), "audio", *SECOND.split()]
+
+
+def test_without_times_a_text_whose_sentences_the_server_finds_is_said_at_the_end_of_its_audio(
+    server: NightjarServer,
+) -> None:
+    untimed = service(server, TextAggregationMode.TOKEN, extra={"add_timestamps": False})
+    done = asyncio.run(converse(untimed, saying(REPLY)))
+    frames = done.below.of(TTSTextFrame)
+    assert " ".join(frame.text for frame in frames) == REPLY
+    assert min((frame.pts or 0) / 1e9 for frame in frames) >= len(done.audio()) / 2 / 24_000
 
 
 @pytest.mark.parametrize("mode", [TextAggregationMode.SENTENCE, TextAggregationMode.TOKEN])
