@@ -99,7 +99,7 @@ async def speech_pieces(
         return await asyncio.to_thread(call, *given) if encoder.compresses else call(*given)
 
     seconds = begin_seconds
-    estimates = None
+    estimated = requests[0].timestamps and not serving.model.card.capabilities.word_times
     rate = serving.model.card.sample_rate
     #: Samples that may still be left out.
     room = round(trim_ms * rate / 1000)
@@ -109,9 +109,7 @@ async def speech_pieces(
     try:
         for request in requests:
             begin = seconds + encoder.delay_seconds
-            estimates = None
-            if request.timestamps and not serving.model.card.capabilities.word_times:
-                estimates = WordEstimates(rate)
+            estimates = WordEstimates(rate) if estimated else None
             async with aclosing(serving.model.chunks(request, permit, on_handle)) as chunks:
                 async for chunk in chunks:
                     audio = chunk.speech if isinstance(chunk, Done) else chunk
@@ -132,7 +130,7 @@ async def speech_pieces(
                         words = estimates.add(audio.samples, text, isinstance(chunk, Done))
                     words, phonemes = ([one.moved(begin) for one in said] for said in (words, audio.phonemes))
                     if data or words or phonemes:
-                        yield SpeechPiece(data, seconds, words, phonemes, estimates is not None)
+                        yield SpeechPiece(data, seconds, words, phonemes, estimated)
     finally:
         if is_several:
             permit.release()
@@ -140,7 +138,7 @@ async def speech_pieces(
         raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
     if data := await run(encoder.end):
         seconds = begin_seconds + encoder.length(seconds - begin_seconds)
-        yield SpeechPiece(data, seconds, estimated=estimates is not None)
+        yield SpeechPiece(data, seconds, estimated=estimated)
 
 
 def event(view: object) -> bytes:

@@ -101,6 +101,13 @@ def test_what_a_processor_does(tmp_path: Path) -> None:
     assert [name.removeprefix("memory of ").rpartition(", ")[0] for name in names[::2]] == [*kinds]
 
 
+def test_errors_of_the_times_of_words(tmp_path: Path) -> None:
+    *timed, skipped, repeated = run(tmp_path, "words", "--texts", "3")["rows"]
+    assert [row["part"] for row in timed] == ["aligner", "estimates"]
+    assert all(row["edges"] == 46 and 0 < row["median_ms"] < row["p95_ms"] for row in timed)
+    assert (skipped["found"], repeated["found"]) == (1.0, 1.0)
+
+
 def test_kernels_need_a_gpu() -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "benchmarks.kernel", "--device", "cpu"]

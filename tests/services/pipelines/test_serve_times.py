@@ -142,6 +142,17 @@ def test_a_model_that_does_not_know_its_times_has_estimates() -> None:
     assert 0 <= at[0] < at[-1] <= seconds + 0.02
 
 
+def test_the_rest_of_a_compressed_stream_is_as_estimated_as_its_beginning() -> None:
+    body = {"model": "tone", "input": TEXT, "response_format": "mp3", "stream_format": "sse"}
+    with (
+        Running(StreamVoice()) as server,
+        server.http.stream("POST", "/v1/audio/speech", json={**body, "timestamps": True}) as answer,
+    ):
+        *deltas, _ = events(answer.iter_lines())
+    assert not deltas[-1]["words"], "the encoder's rest has no words"
+    assert all(one["estimated"] for one in deltas)
+
+
 def middles_of(audio: bytes, words: list[Word]) -> list[float]:
     """For each word: how much later the middle of its sound, in decoded audio, is than the middle of its time."""
     samples, rate = soundfile.read(io.BytesIO(audio), dtype="float32")

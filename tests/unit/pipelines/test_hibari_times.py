@@ -89,6 +89,7 @@ def test_words_are_those_of_the_text_in_order(voice: HibariPipeline) -> None:
     clock = next(word for word in speech.words if word.text == "7:30")
     heard = "".join(one.text for one in speech.phonemes if clock.start_s <= one.start_s < clock.end_s)
     assert heard == "sˈɛvənθˈɜɹTi"
+    assert all(one.text.strip("ˈˌ") for one in speech.phonemes), "a mark of stress is no phoneme"
 
 
 def test_speech_and_noise_do_not_change(voice: HibariPipeline) -> None:

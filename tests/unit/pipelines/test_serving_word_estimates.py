@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipelines.duration import text_units
 from pipelines.hibari import pipeline as hibari
 from pipelines.registry import open_pipeline
 from pipelines.request import Message, SynthesisRequest, Word, stream
-from pipelines.serving.word_estimates import WordEstimates
+from pipelines.serving.word_estimates import UNITS_PER_SECOND, WordEstimates
 
 RATE = hibari.SAMPLE_RATE
 EVENING = Path(__file__).parents[3] / "examples" / "evening.jsonl"
@@ -77,6 +78,22 @@ def test_a_text_without_spaces_has_a_time_for_each_character() -> None:
         grown += [word.text for word in estimates.add(sound[: RATE // 5], text[:end], False)]
         assert all(grown[number] == words[number].text for number in range(len(grown)))
     assert len(grown) > 2
+
+
+def test_a_pause_at_a_mark_corrects_the_pace() -> None:
+    """The voice is a third faster than the expected one; each part says eight words of one length."""
+    part = " ".join(["house"] * 8)
+    seconds = text_units("house") * 8 / (UNITS_PER_SECOND * 4 / 3)
+    sound, pause = np.full(round(seconds * RATE), 0.1, np.float32), np.zeros(RATE // 2, np.float32)
+    estimates, step = WordEstimates(RATE), RATE // 10
+    samples, text = np.concatenate([sound, pause, sound]), f"{part}, {part} "
+    chunks = [samples[begin : begin + step] for begin in range(0, len(samples), step)]
+    words = [word for chunk in chunks for word in estimates.add(chunk, text, False)]
+    late = [word.start_s - (seconds + 0.5 + number * seconds / 8) for number, word in enumerate(words[8:])]
+    assert len(late) >= 3
+    assert late[0] == pytest.approx(0, abs=0.03)
+    # Half of the difference is learned: a sixth and not a third of the time is too much.
+    assert late[2] == pytest.approx(2 * seconds / 8 / 6, abs=0.03)
 
 
 def test_a_text_that_grows_ends_with_the_words_of_the_whole() -> None:

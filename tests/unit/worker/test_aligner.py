@@ -181,6 +181,7 @@ def test_times_of_the_words_are_within_30_and_80_ms_of_the_exact_ones() -> None:
     meter = open_meter("align", {"model": str(MODEL)})
     voice = HibariPipeline(threads=1)
     errors: list[float] = []
+    places: list[float] = []
     scores: dict[str, list[float]] = {"whole": [], "skipped": [], "repeated": []}
     for number, text in enumerate(SENTENCES):
         asked = SynthesisRequest(text, (Message("user", "text", text),), seed=number, timestamps=True)
@@ -198,10 +199,14 @@ def test_times_of_the_words_are_within_30_and_80_ms_of_the_exact_ones() -> None:
             ("repeated", (slice(end), slice(begin, None))),
         ):
             samples = np.concatenate([speech.samples[part] for part in parts])
-            scores[name].append(meter.measure(Utterance(samples, speech.sample_rate, text))["align"][0])
+            reading = meter.measure(Utterance(samples, speech.sample_rate, text))["align"]
+            scores[name].append(reading[0])
+            place = float(reading[1].removeprefix("at ").removesuffix(" s"))
+            places.append(abs(place - (longest.start_s if name == "skipped" else longest.end_s)))
     voice.close()
     assert np.median(errors) <= 0.03
     assert np.percentile(errors, 95) <= 0.08
+    assert np.median(places) <= 0.3, "the detail says where a word is missing or said twice"
     for name in ("skipped", "repeated"):
         worse = sum(score < whole for score, whole in zip(scores[name], scores["whole"], strict=True))
         assert worse >= 0.9 * len(SENTENCES), scores
