@@ -68,10 +68,6 @@ class MeterCard(NamedTuple):
     #: Whether the worker's own measurement is used if the libraries are missing. The score's detail says so.
     optional: bool = False
 
-    @property
-    def advice(self) -> str:
-        return f"Install {self.install}."
-
 
 _QA = "Nightjar with its extra `qa` (docs/install.md)"
 _ASR = MeterCard(

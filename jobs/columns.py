@@ -16,7 +16,7 @@ from jobs.dialogue import LINE_KEYS, VoiceOf, chat_dialogue, row_dialogue
 from jobs.formatting import printable
 from jobs.ledger.records import Reading
 from jobs.source import MAX_LINE_BYTES, TEXT_COLUMNS, Record, rejected_line, wrong_format
-from pipelines.errors import ErrorCode, InputError, bad_line
+from pipelines.errors import InputError, bad_line, input_too_long
 
 #: The fields of a row. `--column FIELD=NAME` selects the column of a field.
 FIELDS = (
@@ -148,8 +148,7 @@ class Columns:
         except (UnicodeError, TypeError, ValueError, msgspec.MsgspecError) as error:
             raise bad_line(f"The row cannot be read: {printable(str(error), 200)}.", "Correct it.") from None
         if metadata and len(line) > MAX_LINE_BYTES:
-            raise InputError(
-                ErrorCode.INPUT_TOO_LONG,
+            raise input_too_long(
                 f"The row is longer than {MAX_LINE_BYTES >> 20} MiB as JSON.",
                 "Leave its largest columns out with --drop.",
             )

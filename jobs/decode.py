@@ -32,7 +32,7 @@ from jobs.formatting import JsonObject
 from jobs.layout import slug
 from jobs.ledger.records import Job, JobSpec
 from jobs.packs import map_ahead
-from jobs.store import ObjectStore
+from jobs.store import ObjectStore, StoredJob
 from jobs.store.base import sha256_of
 from pipelines.errors import NightjarError, invalid
 from pipelines.registry import describe, open_decoder
@@ -95,7 +95,7 @@ def items_of_export(folder: Path) -> Iterator[CodedItem]:
 
 
 def decode_source(
-    settings: Settings, source: tuple[Ledger, ObjectStore, Job] | Path, to: Path, model: str | None
+    settings: Settings, source: StoredJob | Path, to: Path, model: str | None
 ) -> tuple[int, int]:
     """Decodes a job, or an export in a folder, with the decoder of a model; None: of the one that made the codes.
     Returns as `decode` does, whose errors it raises."""
@@ -103,13 +103,13 @@ def decode_source(
         spec = JobSpec("")
         items = items_of_export(source)
     else:
-        spec = source[2].spec
+        spec = source.job.spec
         items = items_of_job(*source)
     if (first := next(items, None)) is None:
         return 0, 0
     chosen = model or first.about["model"]
     # An export made again may have other items.
-    identity = sha256_of((source / END).read_bytes()) if isinstance(source, Path) else source[2].id
+    identity = sha256_of((source / END).read_bytes()) if isinstance(source, Path) else source.job.id
     with closing(open_decoder(chosen, **settings.engine_options(describe(chosen)))) as decoder:
         return decode(chain([first], items), decoder, chosen, to.absolute(), spec, identity)
 

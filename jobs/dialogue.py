@@ -76,6 +76,12 @@ class Dialogue(msgspec.Struct, frozen=True, gc=False):
         )
 
 
+#: Decodes a line of a shard.
+decode_dialogue = msgspec.json.Decoder(Dialogue).decode
+#: The settings of every line without settings of its own.
+NO_GENERATION = Generation()
+
+
 class _Line(msgspec.Struct, frozen=True, gc=False):
     """A line as it is written, with `id` or `example_id`."""
 

@@ -44,12 +44,12 @@ class EncodedAudio(NamedTuple, Generic[Data]):
     #: In Hz.
     sample_rate: int
     samples: int
-    duration_ms: int
 
     @property
     def facts(self) -> dict[str, Any]:
         """The fields that an artifact has too."""
-        return {"duration_ms": self.duration_ms, "sample_rate": self.sample_rate, "samples": self.samples}
+        duration_ms = round(self.samples * 1000 / self.sample_rate)
+        return {"duration_ms": duration_ms, "sample_rate": self.sample_rate, "samples": self.samples}
 
 
 def encoded_audio(
@@ -72,7 +72,7 @@ def encoded_audio(
     data = encode(samples, rate, audio_format)
     # MP3 and Opus decode to another number of samples.
     decoded = soundfile.info(io.BytesIO(data)).frames if audio_format in LOSSY else len(samples)
-    return EncodedAudio(data, len(data), rate, decoded, round(decoded * 1000 / rate))
+    return EncodedAudio(data, len(data), rate, decoded)
 
 
 def words_file(*said: Sequence[Word]) -> bytes:
@@ -149,7 +149,7 @@ class JoinedSpeech:
         self._file.close()
         if audio_format in LOSSY:
             total = soundfile.info(file).frames
-        return EncodedAudio(file, size, rate, total, round(total * 1000 / rate)), words_file(*whole)
+        return EncodedAudio(file, size, rate, total), words_file(*whole)
 
     def _blocks(self) -> Iterator[NDArray[np.int16]]:
         for number in range(len(self._pauses)):

@@ -22,7 +22,7 @@ from pipelines.errors import ErrorCode, NotFoundError, StoreError, invalid
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
     from jobs.ledger.records import Job
-    from jobs.store import ObjectStore
+    from jobs.store import ObjectStore, StoredJob
 
 #: Maximum number of notes; the oldest are removed first.
 MAX_NOTES = 1000
@@ -222,6 +222,13 @@ class FoundJob(NamedTuple):
         from jobs.store import store_of
 
         return store_of(self.job, self.settings.s3)
+
+    @property
+    def stored(self) -> StoredJob:
+        """The job with its ledger and its store. Raises the errors of `store_of`."""
+        from jobs.store import StoredJob
+
+        return StoredJob(self.ledger, self.store, self.job)
 
     def renew_manifest(self) -> None:
         """See `jobs.export.manifest.renew_manifest`."""

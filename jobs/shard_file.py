@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 import zstandard
 
-from jobs.dialogue import Dialogue, metadata_json, speech_position, turn_messages
+from jobs.dialogue import NO_GENERATION, decode_dialogue, metadata_json, speech_position, turn_messages
 from jobs.ledger import Ledger
 from jobs.ledger.records import ItemRow
 from jobs.spec import GoodLine, item_seed
@@ -130,9 +130,6 @@ class RawLine(msgspec.Struct, frozen=True):
     spoken: str | None = None
 
 
-#: The settings of every line without settings of its own.
-NO_GENERATION = Generation()
-_decode_dialogue = msgspec.json.Decoder(Dialogue).decode
 _decode_raw = msgspec.json.Decoder(RawLine).decode
 
 
@@ -173,7 +170,7 @@ def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
 
 def shard_line(stored: RawLine) -> ShardLine:
     """The item of a line for a worker."""
-    dialogue = _decode_dialogue(stored.dialogue)
+    dialogue = decode_dialogue(stored.dialogue)
     turn = stored.message_index
     generation = dialogue.generation or NO_GENERATION
     role: SpokenRole | None = None

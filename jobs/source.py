@@ -29,7 +29,7 @@ from jobs.settings import S3Settings
 from jobs.store import is_remote
 from jobs.store.base import sha256_of
 from jobs.store.s3 import open_s3_object
-from pipelines.errors import ErrorCode, InputError, StoreError
+from pipelines.errors import ErrorCode, InputError, StoreError, input_too_long
 
 InputFormat = Literal[
     "dialogues",
@@ -319,8 +319,7 @@ def rejected_line(line: int, error: InputError, example_id: str | None = None) -
 
 def line_too_long() -> InputError:
     """The error of a line of more than `MAX_LINE_BYTES`."""
-    return InputError(
-        ErrorCode.INPUT_TOO_LONG,
+    return input_too_long(
         f"The line is longer than {MAX_LINE_BYTES >> 20} MiB.",
         "Split its text into several lines.",
     )

@@ -18,6 +18,7 @@ from jobs.checks import ALIGNER, OF_ENGINES, Quality
 from jobs.columns import FIELDS
 from jobs.dialogue import (
     CUSTOM_ID,
+    NO_GENERATION,
     Dialogue,
     Speak,
     parse_line,
@@ -64,7 +65,6 @@ _VOICE_FAULTS = {ErrorCode.INPUT_UNKNOWN_VOICE, ErrorCode.INPUT_AUDIO_MISSING}
 #: Maps the audio content of a line to its key in the store; raises `InputError`.
 ReferenceKey = Callable[[str], str]
 
-_NO_GENERATION = Generation()
 _ROLES = ("user", "assistant")
 
 
@@ -434,7 +434,7 @@ class LineChecker:
     def _accept(self, number: int, raw: bytes, dialogue: Dialogue, reference_key: ReferenceKey) -> GoodLine:
         """The line of any dialogue that can be spoken. Raises `InputError`."""
         messages = dialogue.messages
-        generation = dialogue.generation or _NO_GENERATION
+        generation = dialogue.generation or NO_GENERATION
         turns, recordings = turns_and_recordings(messages, self._speak)
         spoken: dict[int, str] = {}
         if turns is None:

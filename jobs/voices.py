@@ -23,6 +23,7 @@ import msgspec
 from jobs.columns import file_rows
 from jobs.dialogue import (
     BAD_JSON,
+    NO_GENERATION,
     Dialogue,
     Speak,
     VoiceOf,
@@ -54,7 +55,7 @@ MAX_POOL_VOICES, MAX_NAME_CHARACTERS, MAX_LIST_BYTES = 10_000, 200, 16 << 20
 _SUFFIXES = {".wav", ".flac", ".ogg", ".mp3"}
 #: The audio file of a voice, and its text, empty if unknown.
 PoolRecording = tuple[Path, str]
-_NO_GENERATION, _NOTHING = Generation(), msgspec.Raw(b"null")
+_NOTHING = msgspec.Raw(b"null")
 #: Decodes an object, but not the parts in it; None for `null`.
 _decode_parts = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
 
@@ -278,7 +279,7 @@ def _recorded(folder: VoiceFolder, name: str, card: ModelCard) -> tuple[FrozenVo
 class _Line(msgspec.Struct, frozen=True):
     """The part of a dialogue that names voices."""
 
-    generation: Generation = Generation()
+    generation: Generation = NO_GENERATION
 
 
 _decode = msgspec.json.Decoder(_Line).decode
@@ -469,7 +470,7 @@ class VoiceDraws:
             dialogue, line = parse_line(record.strip())
         except InputError:
             return record
-        own = dialogue.generation or _NO_GENERATION
+        own = dialogue.generation or NO_GENERATION
         if own.voice is not None:
             return record
         characters = Counter[SpokenRole]()

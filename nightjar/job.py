@@ -32,7 +32,7 @@ from jobs.recent_jobs import FoundJob
 from jobs.settings import Settings, load_settings
 from jobs.shard_file import RawLine, ShardLines
 from jobs.status import status_lines
-from jobs.store import ObjectStore, open_store, store_of
+from jobs.store import ObjectStore, open_store
 from jobs.where import Where, parse_where
 from nightjar.local_thread import LocalThread
 from nightjar.voice import PATH, Sound, check_type
@@ -333,7 +333,7 @@ class Job:
         place = default_place(self._settings, self.id) if to is None else Path(to).absolute()
         price = self._settings.price_per_gpu_hour
         written = write_report(
-            self._ledger, self._confirmed(), self.id, place, embed=True, price_per_gpu_hour=price
+            self._ledger, self._found.store, self.id, place, embed=True, price_per_gpu_hour=price
         )
         return Report(Path(written.path))
 
@@ -351,18 +351,14 @@ class Job:
         of the job measure the items that they have not measured. Raises `NightjarError`."""
         from worker.check import run_check
 
-        self._confirmed()
-        found = FoundJob(self._settings, self._ledger, self._ledger.job(self.id))
-        return run_check(found, options, Output(quiet=self._quiet).note)
+        return run_check(self._found, options, Output(quiet=self._quiet).note)
 
     def _decide(self, ids: Iterable[str], decision: Decision) -> int:
-        from jobs.export.manifest import renew_manifest
-
         chosen = [ids] if isinstance(ids, str) else list(ids)
         for one in chosen:
             check_type("ids", one, str, "the ids of items")
         count = self._ledger.decide(self.id, chosen, decision)
-        renew_manifest(self._ledger, self._confirmed(), self.id)
+        self._found.renew_manifest()
         return count
 
     def delete(self, *, yes: bool = False) -> Deleted:
@@ -373,18 +369,19 @@ class Job:
         """
         check_type("yes", yes, bool, "True or False")
         if not yes:
-            return measure_job(self._ledger, self._confirmed(), self.id)
+            return measure_job(self._ledger, self._found.store, self.id)
         if self._thread is not None and self._thread.is_alive():
             raise ServiceError(
                 ErrorCode.LEDGER_STATE,
                 "The run of this job has not ended.",
                 "Use `job.wait()` or `job.stop()` first.",
             )
-        return delete_job(self._ledger, self._confirmed(), self.id)
+        return delete_job(self._ledger, self._found.store, self.id)
 
-    def _confirmed(self) -> ObjectStore:
-        """The store. Raises `store.unreachable` if it does not exist."""
-        return store_of(self._ledger.job(self.id), self._settings.s3)
+    @property
+    def _found(self) -> FoundJob:
+        """The job as it is now. Its store raises `store.unreachable` if it does not exist."""
+        return FoundJob(self._settings, self._ledger, self._ledger.job(self.id))
 
     def close(self) -> None:
         """Stops a local run, and closes the ledger."""
@@ -503,7 +500,7 @@ class Job:
 def export(jobs: Iterable[Job], format: str, to: str | Path, **options: Any) -> Path:
     """Exports the items of jobs that have audio so far to one dataset, as `nightjar export` does, and returns
     its path. `options`: those of the command by their Python names, with `where` as in `Job.items`."""
-    from jobs.export import StoredJob, export_jobs, parsed_options
+    from jobs.export import export_jobs, parsed_options
 
     check_type("format", format, str, "the name of a format")
     check_type("to", to, PATH, "a path")
@@ -514,8 +511,7 @@ def export(jobs: Iterable[Job], format: str, to: str | Path, **options: Any) -> 
     for job in chosen:
         check_type("jobs", job, Job, "a list of jobs")
     options = {"s3": chosen[0]._settings.s3, **options}
-    stored = [StoredJob(job._ledger, job._confirmed(), job._ledger.job(job.id)) for job in chosen]
-    return Path(export_jobs(stored, format, str(to), **options).to)
+    return Path(export_jobs([job._found.stored for job in chosen], format, str(to), **options).to)
 
 
 def decode(source: Job | str | Path, to: str | Path, *, model: str | None = None) -> Path:
@@ -527,8 +523,7 @@ def decode(source: Job | str | Path, to: str | Path, *, model: str | None = None
     check_type("to", to, PATH, "a path")
     check_type("model", model or "", str, "the name or the folder of a model")
     if isinstance(source, Job):
-        known = source._ledger, source._confirmed(), source._ledger.job(source.id)
-        decode_source(source._settings, known, Path(to), model)
+        decode_source(source._settings, source._found.stored, Path(to), model)
     else:
         decode_source(load_settings(), Path(source), Path(to), model)
     return Path(to).absolute()

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jobs.job_options import plain_numbers
+from jobs.references import read_audio_file
 from jobs.settings import load_settings
 from jobs.voices import JobVoices, voice_folder
 from pipelines.audio import encode
@@ -139,7 +140,7 @@ class Voice:
         if reference is not None:
             words = "the path of a recording, or the bytes of its file"
             check_type("reference", reference, (*PATH, bytes), words)
-            recording = reference if isinstance(reference, bytes) else _read(Path(reference))
+            recording = reference if isinstance(reference, bytes) else read_audio_file(Path(reference)).data
             messages.insert(0, Message("user", "audio", recording))
         try:
             wanted = msgspec.convert(plain_numbers(asked), Generation)
@@ -182,14 +183,3 @@ def open_model(model: str | Path = "hibari", **options: Any) -> Voice:
     """
     check_type("model", model, PATH, "the name of a model, or the folder of a checkpoint")
     return Voice(describe(str(model)), open_pipeline(str(model), **options))
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(
-            ErrorCode.INPUT_AUDIO_MISSING,
-            f"The recording {str(path)!r} cannot be read: {error.strerror}.",
-            "Check the path.",
-        ) from None

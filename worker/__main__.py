@@ -13,7 +13,9 @@ import click
 import structlog
 
 from jobs.console import (
+    FAILED,
     PROGRAM,
+    TIMEOUT,
     F,
     FiniteRange,
     Interrupted,
@@ -40,8 +42,6 @@ from worker.supervisor import is_supervised, report_end, run_group, wait_for_rel
 
 log = structlog.get_logger(__name__)
 
-#: Exit codes, the same as those of `nightjar wait`.
-FAILED, NOT_ENDED = 1, 7
 #: Pause before the first restart of a worker.
 FIRST_PAUSE_SECONDS = 0.5
 _HELP = ["-h", "--help"]
@@ -185,7 +185,7 @@ def nightly(
         Output(as_json).result(str(one), one.view)
     if any(one.bad for one in nights):
         sys.exit(FAILED)
-    sys.exit(NOT_ENDED if wait_hours and any(one.unfinished for one in nights) else 0)
+    sys.exit(TIMEOUT if wait_hours and any(one.unfinished for one in nights) else 0)
 
 
 @cli.command()

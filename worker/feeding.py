@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
+from jobs.dialogue import NO_GENERATION
 from jobs.references import load_reference
-from jobs.shard_file import NO_GENERATION, ShardLine
+from jobs.shard_file import ShardLine
 from jobs.spoken_text import pronunciations_of
 from jobs.store.base import ObjectStore
 from jobs.voices import item_request

@@ -138,7 +138,7 @@ def export(
       nightjar export JOB --format webdataset --to datasets/night --split train=0.98,dev=0.01,test=0.01
       nightjar export --schedule news --since 2026-11-01 --format parquet --to datasets/november --unique
     """
-    from jobs.export import StoredJob, export_jobs, hub, parsed_options
+    from jobs.export import export_jobs, hub, parsed_options
 
     filtered = None if where is None else str(where)
     settings = found[0].settings
@@ -153,7 +153,7 @@ def export(
             options["replaces"] = ids
         hub.check_push(format_, to, push)
     report = export_jobs(
-        [StoredJob(one.ledger, one.store, one.job) for one in found],
+        [one.stored for one in found],
         format_,
         to,
         s3=settings.s3,
@@ -208,7 +208,7 @@ def decode(source: str, to: Path, model: str | None, home: str | None, output: O
         done, kept = decode_source(load_settings(home=home), Path(source), folder, model)
     else:
         with chosen_jobs([source], home) as (found,):
-            done, kept = decode_source(found.settings, (found.ledger, found.store, found.job), folder, model)
+            done, kept = decode_source(found.settings, found.stored, folder, model)
     output.result(str(folder), "nightjar.decode/1", to=str(folder), items=done, kept=kept)
     output.note(f"{counted(done, 'item')}, {kept} of them kept.")
 

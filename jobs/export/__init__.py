@@ -5,7 +5,7 @@ from jobs.export.export import ExportReport, checked_format, export_jobs, parsed
 from jobs.export.files import own_output
 from jobs.export.formats import ExportFormat, ExportOptions, find_format, format_names
 from jobs.export.items import AudioItem, Part, item_metadata, parse_splits
-from jobs.export.job_set import StoredJob
+from jobs.store import StoredJob
 
 __all__ = [
     "AudioItem",

@@ -23,21 +23,19 @@ from gzip import GzipFile
 from io import BufferedWriter, FileIO
 from itertools import chain, count
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import IO, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from jobs.export.audio import AudioNames
 from jobs.export.files import SortedLines, file_sha256, json_bytes, json_line, path_errors
 from jobs.export.items import LeftOut
+from jobs.settings import S3Settings
 from jobs.store import FolderStore, ObjectStore, is_remote, open_store
 from jobs.store.base import missing_allowed, split_key
 from jobs.store.folder import sync_file_system
 from pipelines.errors import ConfigError, ErrorCode, StoreError, invalid
-
-if TYPE_CHECKING:
-    from jobs.export.audio import AudioNames
-    from jobs.settings import S3Settings
 
 Record = TypeVar("Record")
 _BUFFER_BYTES = 1 << 20

@@ -22,14 +22,14 @@ from jobs.export.dataset import Dataset, Identity, PartFiles, open_destination
 from jobs.export.files import json_bytes, output, own_output
 from jobs.export.formats import ExportFormat, ExportOptions, find_format
 from jobs.export.items import WHOLE, AudioItem, LeftOut, Part, Plan, Splits, make_plan, parse_splits
-from jobs.export.job_set import JobSet, StoredJob
+from jobs.export.job_set import JobSet
 from jobs.export.manifest import manifest_line, renew_manifest
 from jobs.job_options import plain_numbers, unknown_name
 from jobs.ledger.records import WORDS, ItemRow, ItemState, JobSpec
 from jobs.provenance import exporter_record, read_records
 from jobs.recent_jobs import out_option
 from jobs.settings import S3Settings
-from jobs.store import is_remote
+from jobs.store import StoredJob, is_remote
 from jobs.verify import expected_objects, listed_faults
 from jobs.where import Where, parse_where
 from pipelines.errors import ErrorCode, NightjarError, StoreError, invalid

@@ -16,7 +16,14 @@ import msgspec
 
 from jobs.checks import CHECKS, OF_ENGINES, scores_with
 from jobs.codes import StoredCodes
-from jobs.dialogue import Dialogue, metadata_json, metadata_of, reference_places, spoken_text
+from jobs.dialogue import (
+    NO_GENERATION,
+    decode_dialogue,
+    metadata_json,
+    metadata_of,
+    reference_places,
+    spoken_text,
+)
 from jobs.formatting import JsonObject
 from jobs.layout import references_prefix
 from jobs.ledger.records import WORDS, Artifact, Decision, Draw, ItemRow, ItemState, Job
@@ -25,14 +32,13 @@ from jobs.shard_file import RawLine, ShardLines
 from jobs.store.base import ObjectStore
 from jobs.where import FilteredOut
 from pipelines.errors import invalid
-from pipelines.request import Generation, SpokenRole, Word
+from pipelines.request import SpokenRole, Word
 
 if TYPE_CHECKING:
     from jobs.export.table_formats import Type
     from jobs.ledger import Ledger
 
 
-_decode = msgspec.json.Decoder(Dialogue).decode
 #: Reads the lines of an artifact `words`.
 read_words = msgspec.json.Decoder(tuple[Word, ...]).decode_lines
 #: Scores whose detail is the transcript of an ASR model.
@@ -176,9 +182,9 @@ def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
     """The metadata of an item, from its line and its job's defaults. `job`: that of the dataset, of which an
     item in a dataset of several jobs has its own."""
     job = item.job if isinstance(item, AudioItem) else job
-    dialogue = _decode(item.dialogue)
+    dialogue = decode_dialogue(item.dialogue)
     index = item.message_index
-    own = dialogue.generation or Generation()
+    own = dialogue.generation or NO_GENERATION
     defaults = job.spec.generation
     role: SpokenRole = "assistant"
     #: Indexes of the messages that contain the voice; None: any message.

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import accumulate, chain, groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from jobs.dialogue import decode_object, metadata_json
 from jobs.export.files import SortedLines
+from jobs.export.formats import ExportFormat
 from jobs.export.items import (
     TEXT,
     AudioItem,
@@ -36,27 +37,15 @@ from jobs.export.items import (
     pages,
 )
 from jobs.export.table_formats import Type, widened
-from jobs.ledger.records import ItemRow, ItemState, Job
+from jobs.ledger.records import ItemRow, ItemState
 from jobs.packs import ArtifactReader
 from jobs.shard_file import ShardLines, read_raw_shard
-from jobs.store import ObjectStore
+from jobs.store import StoredJob
 from jobs.where import FilteredOut, Where
-
-if TYPE_CHECKING:
-    from jobs.export.formats import ExportFormat
-    from jobs.ledger import Ledger
 
 _HASH_BYTES = 16
 #: Values of a byte of `JobSet.choose`: exported, and exported with the id of its job before its example id.
 _EXPORTED, _RENAMED = 1, 2
-
-
-class StoredJob(NamedTuple):
-    """A job with the ledger and the store that have it."""
-
-    ledger: Ledger
-    store: ObjectStore
-    job: Job
 
 
 class Repeats:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import msgspec
 
@@ -18,14 +18,12 @@ from jobs.export.formats import ExportFormat
 from jobs.export.items import ORIGIN, AudioItem, Place, audio_items, facts, picked
 from jobs.formatting import JsonObject
 from jobs.layout import job_manifest_key, put_numbered, shard_manifest_key
+from jobs.ledger import Ledger
 from jobs.ledger.records import Artifact, Job
 from jobs.shard_file import ShardLine
 from jobs.status import decision_view
 from jobs.store.base import ObjectInfo, ObjectStore
 from pipelines.request import Word
-
-if TYPE_CHECKING:
-    from jobs.ledger import Ledger
 
 
 class ManifestEntry(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from jobs.formatting import redact
@@ -13,7 +14,27 @@ from jobs.store.folder import FolderStore
 from jobs.store.s3 import S3Store, split_s3_url
 from pipelines.errors import invalid
 
-__all__ = ["FolderStore", "ObjectInfo", "ObjectStore", "S3Store", "is_remote", "open_store", "store_of"]
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
+
+__all__ = [
+    "FolderStore",
+    "ObjectInfo",
+    "ObjectStore",
+    "S3Store",
+    "StoredJob",
+    "is_remote",
+    "open_store",
+    "store_of",
+]
+
+
+class StoredJob(NamedTuple):
+    """A job with the ledger and the store that have it."""
+
+    ledger: Ledger
+    store: ObjectStore
+    job: Job
 
 
 def is_remote(address: str) -> bool:

@@ -463,9 +463,11 @@ def open_meter(name: str, options: Mapping[str, Option]) -> Meter:
 
 
 def _missing_library(name: str, error: ImportError) -> ModelError:
-    advice = METERS[name].advice if name in METERS else "Install the requirements of this meter's package."
+    what = METERS[name].install if name in METERS else "the requirements of this meter's package"
     return ModelError(
-        ErrorCode.CONFIG_MISSING_LIBRARY, f"The meter {name} needs the library {error.name or error}.", advice
+        ErrorCode.CONFIG_MISSING_LIBRARY,
+        f"The meter {name} needs the library {error.name or error}.",
+        f"Install {what}.",
     )
 
 

@@ -13,9 +13,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
@@ -128,8 +128,7 @@ class MeterProcess:
         return child
 
 
-@dataclass(frozen=True, slots=True)
-class MeterTask:
+class MeterTask(NamedTuple):
     """A draw to measure."""
 
     #: In the order in which they run.
@@ -140,7 +139,7 @@ class MeterTask:
     #: The item of the draw, the same in all attempts.
     item: str = ""
     #: Name of a score -> its bound. The meters after the first one with a score out of bounds do not run.
-    bounds: Mapping[str, Bound] = field(default_factory=dict[str, Bound])
+    bounds: Mapping[str, Bound] = {}
 
 
 #: A draw that waits, and its future.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -41,8 +42,7 @@ _NEAR_PEAK = np.float32(0.98)
 _NO_LEVEL = -120.0
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedDraw:
+class CheckedDraw(NamedTuple):
     """A draw with its verdict."""
 
     record: Draw

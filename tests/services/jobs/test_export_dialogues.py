@@ -18,13 +18,12 @@ import numpy as np
 import pytest
 import soundfile
 
-from jobs.export import parse_splits
+from jobs.export import StoredJob, parse_splits
 from jobs.export.audio import Conversion
 from jobs.export.conversation import KNEE, Gaps, Sounds, mixed, parse_gaps
 from jobs.export.export import export_jobs
 from jobs.export.folder_formats import cut_of
 from jobs.export.items import Part, audio_items
-from jobs.export.job_set import StoredJob
 from jobs.ledger.records import JobSpec, Quality
 from jobs.store import FolderStore
 from jobs.where import parse_where
