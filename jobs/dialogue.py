@@ -540,20 +540,17 @@ def row_dialogue(
         generation["seed"] = seed = int(values["seed"])
         check_generation(Generation(seed=seed))
     if voice_of is not None and "voice" not in generation and not audio:
-        generation["voice"] = _voice(values.get("speaker", ""), voice_of)
+        speaker = values.get("speaker", "")
+        if (voice := voice_of(speaker)) is None:
+            message = "The row has no speaker."
+            advice = "Give the row a speaker or a voice."
+            if speaker:
+                message = f"The speaker {printable(speaker, 40)!r} has no voice."
+                advice = "Set one with --voice-for SPEAKER=VOICE, or one for all other speakers with --voice-for '*=VOICE'."
+            raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, message, advice)
+        generation["voice"] = voice
     named = chosen_id(values.get("example_id") or None, values.get("id") or None)
     made = {"example_id": named or f"line-{number}", "messages": messages}
     if generation:
         made["generation"] = generation
     return _encode(made | dict(metadata or {}))
-
-
-def _voice(speaker: str, voice_of: Callable[[str], str | None]) -> str:
-    if (voice := voice_of(speaker)) is not None:
-        return voice
-    message = "The row has no speaker."
-    advice = "Give the row a speaker or a voice."
-    if speaker:
-        message = f"The speaker {printable(speaker, 40)!r} has no voice."
-        advice = "Set one with --voice-for SPEAKER=VOICE, or one for all other speakers with --voice-for '*=VOICE'."
-    raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, message, advice)

@@ -132,8 +132,14 @@ def submit(
                 f"The idempotency key {key!r} belongs to job {job.id}, which was made from another input or spec.",
                 "Use another key, or submit the input and spec of that job.",
             )
-        if abort := options.on_error == "abort":
-            _refuse_skipped(ledger, store, job)
+        abort = options.on_error == "abort"
+        # A bad line that an earlier submit of the same job left out. An unfinished ingest is undone.
+        if abort and (skipped := next(ledger.rejected_lines(job.id), None)) is not None:
+            outcome = f"Job {job.id} was already made from the other lines"
+            if job.state is JobState.INGESTING:
+                _undo(ledger, store, job)
+                outcome = "Nothing was submitted"
+            raise aborted_by(skipped, outcome)
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, resolved.card.check_reference)
         times = settings.times
         size = ShardSize.of(
@@ -299,18 +305,6 @@ class _Ingest:
             self.store.delete(key)
             self.store.put(key, data)
         self.store.sync()
-
-
-def _refuse_skipped(ledger: Ledger, store: ObjectStore, job: Job) -> None:
-    """Raises for a bad line that an earlier submit of the same job left out. An unfinished ingest is
-    undone."""
-    skipped = next(ledger.rejected_lines(job.id), None)
-    if skipped is not None:
-        outcome = f"Job {job.id} was already made from the other lines"
-        if job.state is JobState.INGESTING:
-            _undo(ledger, store, job)
-            outcome = "Nothing was submitted"
-        raise aborted_by(skipped, outcome)
 
 
 def _undo(ledger: Ledger, store: ObjectStore, job: Job) -> None:

@@ -58,7 +58,12 @@ def run_locally(
         stop.kill = embedded.kill
         ledger = embedded.ledger
         store = open_store(settings.effective_store_url, settings.s3)
-        _explain_settings(settings, store, progress)
+        if settings.store_url is not None:
+            origin = settings.origin("store_url")
+            progress.say(f"The store is {redact(store.url)}, set by store_url ({origin}).")
+        if settings.broker_url is not None:
+            origin = settings.origin("broker_url")
+            progress.say(f"broker_url ({origin}) is not used: `nightjar run` has its own broker.")
         if engine == "native":
             # Opening such a model takes longer than reading most inputs, so it begins first.
             embedded.prepare(spec.spec)
@@ -117,16 +122,6 @@ def run_locally(
             stop.cleaning = True
             embedded.stop(DRAIN_SECONDS)
     return status, places
-
-
-def _explain_settings(settings: Settings, store: ObjectStore, progress: Progress) -> None:
-    """Reports which settings of an installation are used or ignored."""
-    if settings.store_url is not None:
-        progress.say(f"The store is {redact(store.url)}, set by store_url ({settings.origin('store_url')}).")
-    if settings.broker_url is not None:
-        progress.say(
-            f"broker_url ({settings.origin('broker_url')}) is not used: `nightjar run` has its own broker."
-        )
 
 
 def _explain(ledger: Ledger, job: Job, progress: Progress, *, created: bool) -> None:

@@ -70,7 +70,7 @@ def _report(ledger: Ledger, settings: Settings, end: JobEnd, again_seconds: floa
     if attempt is None:
         return None
     try:
-        status, errors = ledger.read(lambda reader: status_and_errors(reader, end.job_id))
+        status, errors = ledger.read(status_and_errors, end.job_id)
     except NotFoundError:
         return None
     if status.job.finished_at != end.finished_at:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Literal, NamedTuple, cast
 
@@ -132,9 +132,6 @@ class Source:
         Raises `input.unreadable` if the content cannot be read, is a damaged compressed file, or consists
         mostly of blank lines.
         """
-        return chain.from_iterable(self._pieces())
-
-    def _pieces(self) -> Iterator[list[bytes | None]]:
         blank_left = MAX_BLANK_LINES
         with input_errors(self.uri):
             self.file.seek(0)
@@ -144,7 +141,7 @@ class Source:
                 if blank_left < 0:
                     reason = f"has more than {MAX_BLANK_LINES:,} blank lines, and few other lines"
                     raise _unreadable(self.uri, reason, "Remove them.")
-                yield lines
+                yield from lines
 
     def head(self) -> bytes:
         """The first bytes, decompressed. Raises `input.unreadable`."""

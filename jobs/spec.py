@@ -121,7 +121,9 @@ def resolve(
     card = describe(spec.model)
     generation = _frozen_generation(spec.generation, card)
     _check_pool(spec, card, stored)
-    only = _only_voice(card) if generation.voice is None and not spec.pool else None
+    abilities = card.capabilities
+    has_one = len(abilities.voices) == 1 and not abilities.cloning and not abilities.multi_turn
+    only = abilities.voices[0] if has_one and generation.voice is None and not spec.pool else None
     spec = replace(spec, generation=replace(generation, voice=generation.voice or only))
     names = [*names_of(spec.generation), *((spec.reading or ALL).voices or {}).values()]
     names += spec.pool.weights if spec.pool else ()
@@ -209,13 +211,6 @@ def _frozen_generation(generation: Generation, card: ModelCard) -> Generation:
         role: _frozen_generation(own, card) for role, own in generation.roles.items()
     }
     return replace(generation, voice=voice, language=language, roles=roles)
-
-
-def _only_voice(card: ModelCard) -> str | None:
-    """The only voice of a model; None: it has several, or none."""
-    capabilities = card.capabilities
-    has_one = len(capabilities.voices) == 1 and not capabilities.cloning and not capabilities.multi_turn
-    return capabilities.voices[0] if has_one else None
 
 
 def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:

@@ -266,7 +266,14 @@ class WorkerGroup:
         # Invalid settings may show only when the first model is opened.
         never_worked = member.status == INVALID_INPUT or (member.status > 0 and not member.came_up)
         member.failed_starts = member.failed_starts + 1 if never_worked else 0
-        if member.quarantined or self._must_quarantine(member):
+        works_elsewhere = any(
+            other.finished_at >= member.failing_since
+            for other in self.members
+            if other is not member and not other.quarantined
+        )
+        crashes = CRASHES_BESIDE_OTHERS if works_elsewhere else CRASHES
+        has_failed = member.failed_starts >= FAILED_STARTS or member.crashes >= crashes
+        if member.quarantined or member.refusal is not None or has_failed:
             self._quarantine(member, now)
             return
         first, longest = self.pauses
@@ -280,14 +287,6 @@ class WorkerGroup:
             "last_message": member.last_message,
         }
         self.on_event("warning", "worker ended", details)
-
-    def _must_quarantine(self, member: Member) -> bool:
-        if member.refusal is not None or member.failed_starts >= FAILED_STARTS or member.crashes >= CRASHES:
-            return True
-        others = [other for other in self.members if other is not member and not other.quarantined]
-        return member.crashes >= CRASHES_BESIDE_OTHERS and any(
-            other.finished_at >= member.failing_since for other in others
-        )
 
     def _quarantine(self, member: Member, now: float) -> None:
         member.quarantined = True

@@ -322,31 +322,26 @@ def run_nights(
         ledger.check_schema()
         dates = [last - timedelta(days=days) for days in range(catch_up, -1, -1)]
         chosen = [name for name in settings.schedules if not names or name in names]
-        nights = [Night(settings, ledger, name, one) for name in chosen for one in dates]
+        nights = [Night(settings, ledger, name, day) for name in chosen for day in dates]
         for one in nights:
             one.run(again=again)
-        _conclude(nights, time.monotonic() + wait_seconds)
+        left, deadline = list(nights), time.monotonic() + wait_seconds
+        while True:
+            for one in list(left):
+                try:
+                    if one.conclude():
+                        left.remove(one)
+                except ServiceError as error:
+                    # Temporary failures of the ledger are tolerated until the deadline.
+                    if not error.code.retryable or time.monotonic() >= deadline:
+                        raise
+                    log.warning("still waiting", schedule=one.name, job=one.job_id, error=str(error))
+            if not left or time.monotonic() >= deadline:
+                break
+            time.sleep(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
+        for one in left:
+            one.explain()
         return nights
-
-
-def _conclude(nights: Sequence[Night], deadline: float) -> None:
-    """Waits for the nights' jobs, and writes the datasets of each as it ends. Temporary failures of the ledger are
-    tolerated until the deadline."""
-    left = list(nights)
-    while True:
-        for night in list(left):
-            try:
-                if night.conclude():
-                    left.remove(night)
-            except ServiceError as error:
-                if not error.code.retryable or time.monotonic() >= deadline:
-                    raise
-                log.warning("still waiting", schedule=night.name, job=night.job_id, error=str(error))
-        if not left or time.monotonic() >= deadline:
-            break
-        time.sleep(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
-    for night in left:
-        night.explain()
 
 
 def input_of(schedule: Schedule, night: date) -> str:

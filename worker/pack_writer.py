@@ -23,7 +23,6 @@ from worker.leases import Clock, HeldLease
 log = structlog.get_logger(__name__)
 
 _BLOCK_BYTES = tarfile.BLOCKSIZE
-_encode = msgspec.json.encode
 
 
 class PackMember(msgspec.Struct, frozen=True):
@@ -57,7 +56,7 @@ class PackBuilder:
 
     def finish(self, index_name: str) -> bytes:
         """The complete pack, with its index as the last member. The builder cannot be used again."""
-        self._append(index_name, b"".join([_encode(member) + b"\n" for member in self._members]))
+        self._append(index_name, msgspec.json.Encoder().encode_lines(self._members))
         # The end of an archive: two empty blocks.
         self._chunks.append(bytes(2 * _BLOCK_BYTES))
         whole = b"".join(self._chunks)

@@ -534,7 +534,10 @@ class ShardRun:
     def _commit(self, batch: list[Outcome]) -> None:
         """Commits outcomes, fenced by the epoch. After a failure they are put back into the list of outcomes."""
         runner, retrying = self._runner, self.held.retrying
-        if (watts := self._watts()) > 0:
+        assert self._pipeline is not None
+        # The energy of the engine's GPU since this shard began, by the time in which the engine had work.
+        joules, seconds = self._pipeline.stats().joules, runner.timer.busy_seconds - self._busy_before
+        if joules and seconds and (watts := (joules - self._joules_before) / seconds) > 0:
             batch = [structs.replace(one, energy_mj=round(one.engine_ms * watts)) for one in batch]
         try:
             with runner.metrics.commit_seconds.time():
@@ -549,12 +552,6 @@ class ShardRun:
         runner.metrics.count(batch)
         if any(not isinstance(outcome, Failed) or not outcome.code.retryable for outcome in batch):
             report(WorkerReport(finished=True))
-
-    def _watts(self) -> float:
-        """Energy of the engine's GPU since this shard began, by the time in which the engine had work; 0 if unknown."""
-        assert self._pipeline is not None
-        joules, seconds = self._pipeline.stats().joules, self._runner.timer.busy_seconds - self._busy_before
-        return (joules - self._joules_before) / seconds if joules and seconds else 0.0
 
     def _give_up(self, reason: GoneReason) -> ShardEnd:
         if reason not in ("drained", "paused"):

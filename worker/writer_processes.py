@@ -109,7 +109,14 @@ class WriterProcesses:
         """The process with the fewest puts in progress; None if the worker itself must put. Starts another process if
         all are busy."""
         with self._lock:
-            self._remove_ended()
+            for one in [one for one in self.processes if one.ended]:
+                self.processes.remove(one)
+                how = one.close()
+                log.warning("a writer process ended", reason=how)
+                if one.up:
+                    self._failed_starts = 0
+                else:
+                    self._count_failed_start(how)
             up = [one for one in self.processes if one.up]
             process = min(up, key=lambda one: one.waiting, default=None)
             in_progress = self._own if process is None else process.waiting
@@ -143,16 +150,6 @@ class WriterProcesses:
             self.processes = []
         for one in processes:
             one.close(_KILL_SECONDS)
-
-    def _remove_ended(self) -> None:
-        for one in [one for one in self.processes if one.ended]:
-            self.processes.remove(one)
-            how = one.close()
-            log.warning("a writer process ended", reason=how)
-            if one.up:
-                self._failed_starts = 0
-            else:
-                self._count_failed_start(how)
 
     def _count_failed_start(self, reason: str) -> None:
         self._failed_starts += 1

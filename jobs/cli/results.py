@@ -29,14 +29,14 @@ from jobs.cli.options import (
 from jobs.console import FAILED, LOCAL_PATH, NamedPath, Output, flag, option
 from jobs.formatting import bytes_text, counted, printable
 from jobs.job_options import user_name
-from jobs.ledger.records import Decision, Job
+from jobs.ledger.records import Decision
 from jobs.recent_jobs import FoundJob, chosen_jobs, out_option
 from jobs.settings import load_settings
 from pipelines.audio_format import AUDIO_FORMATS
 from pipelines.errors import NightjarError
 
 if TYPE_CHECKING:
-    from jobs.repair import Repaired, ReproducedItem
+    from jobs.repair import Repaired
     from jobs.verify import Expected
     from jobs.where import Where
 
@@ -410,15 +410,37 @@ def verify(found: FoundJob, output: Output, sample: int, deep: bool, repair: boo
         )
     repairs = Counter[str]()
     matches = Counter[str]()
+
+    def print_repaired(one: Repaired) -> None:
+        words = {"same": "restored", "other": "restored, other bytes", "failed": "not restored"}
+        output.row(
+            (words[one.outcome], one.key, one.example_id, one.reason),
+            "nightjar.repaired/1",
+            job=job.id,
+            key=one.key,
+            example_id=one.example_id,
+            outcome=one.outcome,
+            reason=one.reason or None,
+        )
+
     if sample or (repair and lost):
         with reopened_model(store, job, output.note) as pipeline:
             if repair:
-                repairs = repair_objects(
-                    ledger, store, job, pipeline, lost, lambda one: _print_repaired(output, job, one)
-                )
+                repairs = repair_objects(ledger, store, job, pipeline, lost, print_repaired)
             for item in reproduce(ledger, store, job, pipeline, sample):
                 matches[item.match] += 1
-                _print_redrawn(output, job, item)
+                snr = item.snr_db if item.snr_db is not None and math.isfinite(item.snr_db) else None
+                detail = item.reason if snr is None else f"{snr:.1f} dB"
+                output.row(
+                    (item.match, f"item {item.index}", item.example_id, detail),
+                    "nightjar.redrawn/1",
+                    job=job.id,
+                    index=item.index,
+                    example_id=item.example_id,
+                    likeness=item.match,
+                    snr_db=snr,
+                    reason=item.reason or None,
+                )
     if output.as_json:
         view = {"schema": "nightjar.verify/1", "job": job.id, "objects": check.objects, "faults": len(lost)}
         counts = {name: matches[name] for name in ("same", "close", "different", "failed")}
@@ -439,31 +461,3 @@ def verify(found: FoundJob, output: Output, sample: int, deep: bool, repair: boo
             output.note(f"{counted(matches.total(), 'item')} synthesized again: {compared}.")
     left = len(lost) - repairs["same"] - repairs["other"]
     return FAILED if left or matches["different"] or matches["failed"] else 0
-
-
-def _print_repaired(output: Output, job: Job, one: Repaired) -> None:
-    words = {"same": "restored", "other": "restored, other bytes", "failed": "not restored"}
-    output.row(
-        (words[one.outcome], one.key, one.example_id, one.reason),
-        "nightjar.repaired/1",
-        job=job.id,
-        key=one.key,
-        example_id=one.example_id,
-        outcome=one.outcome,
-        reason=one.reason or None,
-    )
-
-
-def _print_redrawn(output: Output, job: Job, item: ReproducedItem) -> None:
-    snr = item.snr_db if item.snr_db is not None and math.isfinite(item.snr_db) else None
-    detail = item.reason if snr is None else f"{snr:.1f} dB"
-    output.row(
-        (item.match, f"item {item.index}", item.example_id, detail),
-        "nightjar.redrawn/1",
-        job=job.id,
-        index=item.index,
-        example_id=item.example_id,
-        likeness=item.match,
-        snr_db=snr,
-        reason=item.reason or None,
-    )

@@ -204,6 +204,11 @@ def _expire(sql: Transaction, ticket: Ticket) -> AfterCrash | None:
 
 #: Time limit for the deletion of one object. Any store has deleted it or given up before, with all retries.
 LONGEST_DELETE_SECONDS = 600
+#: The shard of a lease, unless an artifact refers to the pack.
+_UNREFERENCED_PACK = """
+SELECT 1 FROM shards WHERE job_id = :job AND no = :shard AND epoch >= :epoch
+AND NOT EXISTS (SELECT 1 FROM artifacts WHERE artifacts.job_no = shards.job_no AND pack = :key)
+"""
 #: Input objects as (key, SHA-256).
 Inputs = frozenset[tuple[str, str]]
 
@@ -225,7 +230,12 @@ def is_orphan(sql: Transaction, job_id: str, key: str, ended_before: float, read
     if kind == "references":
         return is_reference_key(key, job.id) and read == frozenset(shard_inputs(sql, job.id).values())
     if kind == "packs":
-        return _is_unreferenced_pack(sql, job, key)
+        # Only commits under the lease that wrote a pack can refer to it. One artifact keeps the whole pack.
+        lease = lease_of_pack(key, job.id)
+        return (
+            lease is not None
+            and sql.row(_UNREFERENCED_PACK, job=job.id, shard=lease[0], epoch=lease[1], key=key) is not None
+        )
     return _is_unreferenced(sql, job, kind, key)
 
 
@@ -266,16 +276,3 @@ def _is_unreferenced(sql: Transaction, job: Row, kind: str, key: str) -> bool:
     if ITEM_STATES[item.state] in (ItemState.DONE, ItemState.SKIPPED) or job.state not in RETRYABLE_JOBS:
         return True
     return sql.row(f"SELECT 1 FROM draws WHERE {of_item} AND draw = :draw", **values, draw=draw) is not None
-
-
-def _is_unreferenced_pack(sql: Transaction, job: Row, key: str) -> bool:
-    """Whether no artifact refers to a pack, which was written under a known lease. Only commits under that
-    lease can refer to it. One artifact keeps the whole pack."""
-    lease = lease_of_pack(key, job.id)
-    statement = """
-    SELECT 1 FROM shards WHERE job_id = :job AND no = :shard AND epoch >= :epoch
-    AND NOT EXISTS (SELECT 1 FROM artifacts WHERE artifacts.job_no = shards.job_no AND pack = :key)
-    """
-    if lease is None:
-        return False
-    return sql.row(statement, job=job.id, shard=lease[0], epoch=lease[1], key=key) is not None

@@ -46,6 +46,11 @@ def test_a_name_of_a_language_is_frozen_as_it_is_written() -> None:
     ]
 
 
+def test_an_empty_voice_is_none_and_not_the_only_voice() -> None:
+    # As from a variable of a shell that is not set. Another value would be another hash.
+    assert frozen(voice="").voice is None
+
+
 def test_names_of_openai_mean_the_same_voices_as_in_the_server() -> None:
     able = Capabilities(voices=("ada", "bob"))
     card = replace(fake_card("two"), capabilities=able)
