@@ -183,7 +183,7 @@ def _missing(content: str) -> InputError:
     return InputError(
         ErrorCode.INPUT_AUDIO_MISSING,
         f"There is no audio file {printable(content, 200)!r}.",
-        "Check the path.",
+        "Check the path in the line.",
     )
 
 

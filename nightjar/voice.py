@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jobs.job_options import plain_numbers
-from jobs.references import read_audio_file
 from jobs.settings import load_settings
 from jobs.voices import JobVoices, voice_folder
 from pipelines.audio import encode
@@ -140,7 +139,14 @@ class Voice:
         if reference is not None:
             words = "the path of a recording, or the bytes of its file"
             check_type("reference", reference, (*PATH, bytes), words)
-            recording = reference if isinstance(reference, bytes) else read_audio_file(Path(reference)).data
+            try:
+                recording = reference if isinstance(reference, bytes) else Path(reference).read_bytes()
+            except OSError as error:
+                raise InputError(
+                    ErrorCode.INPUT_AUDIO_MISSING,
+                    f"The recording {str(reference)!r} cannot be read: {error.strerror}.",
+                    "Check the path.",
+                ) from None
             messages.insert(0, Message("user", "audio", recording))
         try:
             wanted = msgspec.convert(plain_numbers(asked), Generation)

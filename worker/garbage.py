@@ -13,6 +13,7 @@ from jobs.delete import delete_objects, objects_of
 from jobs.layout import index_of, job_prefix, packs_prefix
 from jobs.ledger import Ledger
 from jobs.ledger.control import DeletedJob
+from jobs.ledger.reconcile import Inputs
 from jobs.ledger.records import FINAL, QUARANTINE, WORDS, Artifact, Job
 from jobs.settings import Settings
 from jobs.shard_file import read_raw_shard
@@ -39,7 +40,7 @@ class SweepReport(NamedTuple):
 
 #: An orphan and the inputs that were searched for references to it, without finding any. Only reference audio needs such
 #: a search; for other objects the set is empty.
-Orphan = tuple[ObjectInfo, frozenset[tuple[str, str]]]
+Orphan = tuple[ObjectInfo, Inputs]
 
 
 def sweep(
@@ -123,7 +124,7 @@ def _swept(
 def _unreferenced(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:
     listed = partial(_listed, store)
     prefix = job_prefix(job.id)
-    nothing = frozenset[tuple[str, str]]()
+    nothing = Inputs()
     for kind in ("audio", "codes", "text", WORDS, QUARANTINE):
         for info in _without(listed(f"{prefix}{kind}/"), ledger.artifacts(job.id, kind)):
             yield info, nothing

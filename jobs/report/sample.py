@@ -8,7 +8,7 @@ import math
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -133,7 +133,13 @@ def take_sample(
     ledger: Ledger, store: ObjectStore, job: Job, shown: int, codes: Iterable[ErrorCode]
 ) -> Sample:
     """Reads the items of a job that a report with `shown` rows needs. Raises `StoreError`, `ServiceError`."""
-    rows = list(_failed_rows(ledger, job, list(codes), max(1, int(shown * _FAILED_SHARE))))
+    limit = max(1, int(shown * _FAILED_SHARE))
+    wanted = list(codes)[:limit]
+    rows: list[ItemRow] = []
+    # Failed items about which nobody has decided, with an equal share for each code.
+    for code in wanted:
+        undecided = (row for row in ledger.broken_items(job.id, [code]) if row.decision is None)
+        rows += islice(undecided, max(1, limit // len(wanted)))
     quarantined = ledger.artifacts_of(job.id, QUARANTINE, [row.index for row in rows])
     failed = [SampleItem(row, quarantined.get(row.index)) for row in rows]
     whole = job.total_items <= MAX_MEASURED
@@ -167,14 +173,6 @@ def take_sample(
     sample = Sample(done, failed, whole)
     sample.rank()
     return sample
-
-
-def _failed_rows(ledger: Ledger, job: Job, codes: Sequence[ErrorCode], limit: int) -> Iterator[ItemRow]:
-    """Failed items about which nobody has decided, with an equal share for each code."""
-    wanted = codes[:limit]
-    for code in wanted:
-        undecided = (row for row in ledger.broken_items(job.id, [code]) if row.decision is None)
-        yield from islice(undecided, max(1, limit // len(wanted)))
 
 
 class Picture(NamedTuple):
