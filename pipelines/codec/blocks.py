@@ -70,8 +70,7 @@ class StateLayout:
     """The layout of the states of all blocks in one flat vector for each row, so that rows are gathered and
     scattered in one copy."""
 
-    def __init__(self) -> None:
-        self.size = 0
+    size = 0
 
     def add(self, steps: int, channels: int) -> StateSpan:
         """Reserves room for `steps` inputs of `channels` values."""

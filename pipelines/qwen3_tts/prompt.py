@@ -305,17 +305,17 @@ def open_frontend(folder: Path) -> Frontend:
     return Frontend(folder, Qwen3TTSConfig.from_folder(folder))
 
 
+@dataclass(eq=False)
 class OpenTokens:
     """Tokenizes an open text piece by piece. `add` is a `pipelines.request.TextPieces`: together, the ids
     that it returns are those of the whole text."""
 
-    def __init__(self, tokenizer: TextTokenizer, max_characters: int) -> None:
-        self._tokenizer = tokenizer
-        self._max_characters = max_characters
-        self._text = ""
-        #: Number of ids that were returned, and of the characters that they stand for.
-        self._given = 0
-        self._characters = 0
+    _tokenizer: TextTokenizer
+    _max_characters: int
+    _text: str = ""
+    #: Number of ids that were returned, and of the characters that they stand for.
+    _given: int = 0
+    _characters: int = 0
 
     def add(self, text: str, final: bool = False) -> list[int]:
         """Adds text and returns the new ids that cannot change; `final`: all remaining ids.

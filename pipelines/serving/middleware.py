@@ -119,8 +119,14 @@ class RequestMiddleware:
             raise ApiError(404, "Not Found.", "not_found")
         if not self._keys:
             self._check_host(headers)
-            if not is_http:
-                _check_origin(headers)
+            # Browsers let any page open a WebSocket to any server.
+            origin = b"" if is_http else headers.get(b"origin", b"")
+            if origin and origin.partition(b"://")[2] != headers.get(b"host", b""):
+                raise ApiError(
+                    403,
+                    "A page of another site may not use a server that has no key. Set SPEECH_SERVE__API_KEY.",
+                    "origin_forbidden",
+                )
         elif path != HEALTH:
             in_query = [] if is_http else parse_qs(scope["query_string"]).get(b"api_key", [])
             self._check_key(headers, *in_query[:1])
@@ -198,18 +204,6 @@ class RequestMiddleware:
             await enter()
         body.release()
         return permits[-1]
-
-
-def _check_origin(headers: Headers) -> None:
-    """Raises `ApiError` (403) for a page of another site: browsers let any page open a WebSocket to any
-    server."""
-    origin = headers.get(b"origin", b"")
-    if origin and origin.partition(b"://")[2] != headers.get(b"host", b""):
-        raise ApiError(
-            403,
-            "A page of another site may not use a server that has no key. Set SPEECH_SERVE__API_KEY.",
-            "origin_forbidden",
-        )
 
 
 def _digest(key: bytes) -> bytes:

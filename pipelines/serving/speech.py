@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import aclosing
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 
@@ -67,13 +67,6 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-def _voice_name(given: object) -> object:
-    """The name of a voice; OpenAI's clients send a custom voice as an object."""
-    return (
-        cast("dict[str, object]", given)["id"] if isinstance(given, dict) and set(given) == {"id"} else given
-    )
-
-
 class SpeechBody(SpokenBody):
     """The request: OpenAI's fields, and fields of a line's `generation`.
 
@@ -84,7 +77,13 @@ class SpeechBody(SpokenBody):
 
     model: str
     input: str
-    voice: Annotated[str | None, BeforeValidator(_voice_name)] = None
+    #: OpenAI's clients send a custom voice as an object.
+    voice: Annotated[
+        str | None,
+        BeforeValidator(
+            lambda given: given["id"] if isinstance(given, dict) and set(given) == {"id"} else given
+        ),
+    ] = None
     response_format: SpeechFormat = "mp3"
     speed: float | None = None
     instructions: str | None = None
