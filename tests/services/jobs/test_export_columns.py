@@ -13,7 +13,7 @@ import pytest
 
 from jobs.export.items import audio_items
 from jobs.export.manifest import put_manifest
-from jobs.export.table_formats import MAX_COLUMNS
+from jobs.export.table_formats import JSON, MAX_COLUMNS, common, type_of
 from jobs.ledger.records import JobSpec
 from jobs.store import FolderStore
 from tests.support.export_kit import Finished, datasets_library, export, finished_job
@@ -178,3 +178,8 @@ def test_a_job_without_other_keys_has_no_metadata(tmp_path: Path) -> None:
     (path,) = (exported(made, "parquet") / "data").iterdir()
     made.ledger.close()
     assert "metadata" not in parquet.read_schema(path).names
+
+
+def test_a_whole_number_that_a_double_does_not_hold_is_never_a_double() -> None:
+    assert common(type_of(2**53), type_of(0.5)) == "float64"
+    assert common(type_of(2**53 + 1), type_of(0.5)) == JSON

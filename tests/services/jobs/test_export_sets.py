@@ -26,6 +26,7 @@ from jobs.export.job_set import Repeats
 from jobs.ledger.records import JobSpec
 from jobs.recent_jobs import JobChoice
 from jobs.store import FolderStore
+from jobs.where import parse_where
 from pipelines.errors import ConfigError, ErrorCode, NotFoundError
 from pipelines.registry import register_pipeline
 from pipelines.request import Generation
@@ -278,6 +279,14 @@ def test_the_card_of_a_set(three: list[Finished], tmp_path: Path) -> None:
         "| `Twice` |",
     ):
         assert told in body, told
+
+
+def test_a_card_says_what_a_choice_left_out(three: list[Finished], tmp_path: Path) -> None:
+    to = tmp_path / "to"
+    export_jobs(stored(three), "webdataset", str(to), unique=True, where=parse_where("seconds > 0.5"))
+    card = (to / "README.md").read_text()
+    assert "The filter `seconds > 0.5` left out: " in card
+    assert "of an earlier example: 2, left out." in card
 
 
 def test_a_text_cannot_write_into_the_card(tmp_path: Path) -> None:

@@ -221,8 +221,8 @@ def test_a_long_item_is_verified_and_made_again(build: Build) -> None:
 
 def test_texts_have_a_maximum(build: Build) -> None:
     rig = build()
-    longest = (SENTENCE * (MAX_LONG_CHARACTERS // len(SENTENCE) + 1))[: MAX_LONG_CHARACTERS - 1].rstrip()
-    job = rig.submit([longest, "x" + longest + SENTENCE])
+    longest = (SENTENCE * (MAX_LONG_CHARACTERS // len(SENTENCE) + 1))[: MAX_LONG_CHARACTERS - 1] + "."
+    job = rig.submit([longest, longest + "."])
     assert [(line.line, line.code) for line in rig.ledger.rejected_lines(job.id)] == [
         (2, ErrorCode.INPUT_TOO_LONG)
     ]
