@@ -3,6 +3,7 @@
     python -m benchmarks.cpu jobs [--lines N] [--postgres URL]  # the job system: ingest, status
     python -m benchmarks.cpu filters [--items N]                # filters of items beside no filter, on each ledger
     python -m benchmarks.cpu exports [--items N] [--kinds codes timed] [--formats lhotse]
+    python -m benchmarks.cpu words [--align DIR] [--texts N]
 
 `python -m tests.support.services COMMAND` starts PostgreSQL, without which its figures are left out.
 `python -m benchmarks.job --device cpu --instant 2` is a whole job with a voice that costs nothing.
@@ -11,6 +12,11 @@
 more columns. Their inputs are ingested; their audio, codes and times are made by the database, and all refer to a few small
 files, so a job of a million items is made in a minute. `--kept DIR` keeps the jobs there, and uses them again. Ingests and exports
 run in processes of their own, whose highest memory is measured.
+
+`words` measures the errors of the times of words against the exact ones of `hibari`, in the texts of examples/evening.jsonl. The
+times are those of the aligner in the folder `--align`, by default the small one of the tests, and the estimates of streams. The
+other values are the shares of speech with a skipped and with a repeated word that the aligner's score finds, with the bound
+that 97 % of the good speech passes. The word is the longest one of its text.
 """
 
 from __future__ import annotations
@@ -23,19 +29,20 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import closing
 from datetime import UTC, datetime
 from itertools import cycle, islice, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import soundfile
 import sqlalchemy as sa
 
-from benchmarks.common import Result, Row, in_new_process, new_database, parser, processor_name, read
+from benchmarks.common import ROOT, Result, Row, in_new_process, new_database, parser, processor_name, read
 from benchmarks.voices import SENTENCES
 from jobs.checks import Quality
 from jobs.codes import StoredCodes
@@ -46,12 +53,12 @@ from jobs.ledger.records import JobSpec, NewJob
 from jobs.settings import load_settings
 from jobs.store import open_store
 from jobs.where import parse_where
-from pipelines.request import CodecIdentity, Word
+from pipelines.request import CodecIdentity, Message, SynthesisRequest, Word
+from pipelines.request import submit as submit_request
 
-if TYPE_CHECKING:
-    pass
-
-PARTS = ("jobs", "filters", "exports")
+#: The share of good speech that passes the bound of a score, and the seconds of a chunk, in `words`.
+GOOD_SHARE, CHUNK_SECONDS = 0.97, 0.08
+PARTS = ("jobs", "filters", "exports", "words")
 #: A filter that keeps 1 % of the items of `filters`, and one with three conditions that keeps as many.
 FILTERS = {"1 %": "wer < 0.01", "1 %, three scores": "wer < 0.01 and distillmos > 1.2 and pause < 0.95"}
 #: Larger jobs are read whole only where a filter keeps few items.
@@ -324,12 +331,56 @@ def exports(figures: Figures, folder: Path, options: Any) -> None:
                 figures.value(f"speed of {name}, {items:,} items of {kind}", written / seconds, "items/s")
 
 
+def words(figures: Figures, options: Any) -> None:
+    """Errors of the times of words."""
+    from pipelines.hibari.pipeline import HibariPipeline
+    from pipelines.serving.word_estimates import WordEstimates
+    from worker.quality.meters import Utterance, open_meter
+
+    meter, voice = open_meter("align", {"model": options.align}), HibariPipeline()
+    errors, scores = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+
+    def compare(name: str, found: Iterable[Word], exact: Iterable[Word]) -> None:
+        for one, other in zip(found, exact, strict=True):
+            errors[name] += abs(one.start_s - other.start_s), abs(one.end_s - other.end_s)
+
+    lines = (ROOT / "examples" / "evening.jsonl").read_text(encoding="utf-8").splitlines()
+    messages = (message for line in lines for message in json.loads(line)["messages"])
+    for seed, (_, _, text) in enumerate(islice(messages, options.texts)):
+        request = SynthesisRequest("words", (Message("user", "text", text),), seed=seed, timestamps=True)
+        speech = submit_request(voice, request).result()
+        samples, rate = speech.samples, speech.sample_rate
+        longest = max(speech.words[:-1], key=lambda word: word.end_s - word.start_s)
+        begin, end = (round(at * rate) for at in (longest.start_s, longest.end_s))
+        for name, parts in (
+            ("good", (samples,)),
+            ("skipped", (samples[:begin], samples[end:])),
+            ("repeated", (samples[:end], samples[begin:])),
+        ):
+            reading: Any = meter.measure(Utterance(np.concatenate(parts), rate, text))["align"]
+            scores[name].append(reading[0])
+            if name == "good":
+                compare("aligner", reading.words, speech.words)
+        estimates, step = WordEstimates(rate), round(CHUNK_SECONDS * rate)
+        chunks = [samples[at : at + step] for at in range(0, len(samples), step)]
+        found = [word for chunk in chunks for word in estimates.add(chunk, text, False)]
+        compare("estimates", [*found, *estimates.add(samples[:0], text, True)], speech.words)
+    voice.close()
+    for name, seconds in errors.items():
+        median, most = 1000 * np.percentile(seconds, (50, 95))
+        figures.value(f"median error of {name}, {len(seconds):,} edges", float(median), "ms")
+        figures.value(f"95 % of errors of {name}, {len(seconds):,} edges", float(most), "ms")
+    bound = np.quantile(scores.pop("good"), 1 - GOOD_SHARE)
+    for name, measured in scores.items():
+        figures.value(f"{name} words found", float(np.mean(np.array(measured) < bound)), "share")
+
+
 def main() -> int:
     made = parser(__doc__, "")
     made.add_argument("part", choices=PARTS)
     options = read(
         made, lines=1_000_000, items=int, postgres=os.environ.get("BENCH_POSTGRES", ""), kinds=[*KINDS], formats=str,
-        kept="", known={"kinds": KINDS, "formats": FORMATS},
+        kept="", align=str(ROOT / "tests" / "support" / "aligner"), texts=1_000, known={"kinds": KINDS, "formats": FORMATS},
     )  # fmt: skip
     figures = Figures(options)
     with tempfile.TemporaryDirectory(prefix="nightjar-bench-") as name:
@@ -339,6 +390,8 @@ def main() -> int:
         elif options.part == "exports":
             options.items = options.items or [10_000, 100_000, 1_000_000]
             exports(figures, Path(options.kept or folder), options)
+        elif options.part == "words":
+            words(figures, options)
         for items in (options.items or [1_000_000]) if options.part == "filters" else ():
             filters(figures, f"sqlite:///{folder}/filters{items}.sqlite", items, "SQLite")
             if options.postgres:

@@ -1,4 +1,4 @@
-"""`python -m tests.structure`: tokens, files, lines and Protocols of each room; what a user meets (settings,
+"""`python -m benchmarks.structure`: tokens, files, lines and Protocols of each room; what a user meets (settings,
 commands, options of `run`); circles of imports; with `--item MODEL` also the path of an item.
 
 Tokens are Python's, without comments, line ends and indentation. A circle is a group of modules that reach each other by
