@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 
@@ -38,7 +38,6 @@ T = TypeVar("T")
 In = TypeVar("In")
 Out = TypeVar("Out")
 
-Quality = Literal["HQ", "VHQ"]
 #: Minimum and maximum length of a recording of a voice to clone, in seconds.
 MIN_SECONDS = 0.5
 MAX_REFERENCE_SECONDS = 60.0
@@ -55,15 +54,21 @@ _UNCHECKED_PART = 1 / 64
 _BEST_LENGTH = "Three to fifteen seconds of clear speech work best."
 
 
-def read_recording(
-    recording: bytes,
-    sample_rate: int | None = None,
-    channel: int | None = None,
-    quality: Quality = "HQ",
-    normalized: bool = False,
-) -> tuple[NDArray[np.float32], int]:
-    """Decodes an encoded audio file like `pipelines.audio.decode`; returns its samples [n] and their rate.
-    `normalized`: see `pipelines.audio.normalize_volume`.
+class Reading(NamedTuple):
+    """How a recording is decoded, see `pipelines.audio.decode`; `normalized`: see
+    `pipelines.audio.normalize_volume`."""
+
+    sample_rate: int | None = None
+    channel: int | None = None
+    quality: Literal["HQ", "VHQ"] = "HQ"
+    normalized: bool = False
+
+
+AS_IT_IS = Reading()
+
+
+def read_recording(recording: bytes, reading: Reading = AS_IT_IS) -> tuple[NDArray[np.float32], int]:
+    """Decodes an encoded audio file; returns its samples [n] and their rate.
 
     Raises `InputError` for a recording that cannot be read (`input.audio_unreadable`), is too short or too
     long (`input.reference_length`) or silent (`input.reference_silent`).
@@ -72,6 +77,7 @@ def read_recording(
 
     from pipelines.audio import decode, normalize_volume
 
+    sample_rate, channel, quality, normalized = reading
     try:
         samples, rate = decode(
             recording, sample_rate, max_seconds=MAX_REFERENCE_SECONDS, channel=channel, quality=quality
@@ -122,16 +128,10 @@ class Recording:
         """The encoded file. Raises like `read` if it cannot be fetched."""
         return self._data
 
-    def read(
-        self,
-        sample_rate: int | None = None,
-        channel: int | None = None,
-        quality: Quality = "HQ",
-        normalized: bool = False,
-    ) -> tuple[NDArray[np.float32], int]:
+    def read(self, reading: Reading = AS_IT_IS) -> tuple[NDArray[np.float32], int]:
         """Decodes the recording; see `read_recording`. Raises `SynthesisError` (`synth.engine`) if it cannot
         be fetched from the process that has it."""
-        return read_recording(self._data, sample_rate, channel, quality, normalized)
+        return read_recording(self._data, reading)
 
 
 class ReadsRecordings:

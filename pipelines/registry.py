@@ -303,7 +303,17 @@ def _found(model: str, hub_files: Sequence[str]) -> Provider:
         return registered
     if model in PUBLISHED:
         family, hub_id, _ = PUBLISHED[model]
-        folder = _download(family, hub_id, hub_files)
+        try:
+            # The hub's snapshot folder, whose name is the commit.
+            folder = Path(
+                family.call("huggingface_hub", "snapshot_download", hub_id, allow_patterns=list(hub_files))
+            )
+        except OSError as error:
+            raise ModelError(
+                ErrorCode.MODEL_UNREACHABLE,
+                f"The checkpoint {hub_id} is not in the hub's cache and could not be fetched ({type(error).__name__}).",
+                "Connect to the hub (or set HF_ENDPOINT to a mirror), or download the folder elsewhere and give its path as the model.",
+            ) from error
         return _of_folder(model, family, folder, revision=folder.name)
     for entry in BUILT_IN.select(name=model) or entry_points(group=ENTRY_POINT_GROUP, name=model):
         try:
@@ -349,20 +359,6 @@ def _folder(model: str) -> Path:
         f"There is no model and no readable folder {_short(model)}.",
         nearest(model, names).rstrip() or given,
     )
-
-
-def _download(family: Family, hub_id: str, patterns: Sequence[str]) -> Path:
-    """Downloads files with these patterns. Returns the hub's snapshot folder, whose name is the commit."""
-    try:
-        return Path(
-            family.call("huggingface_hub", "snapshot_download", hub_id, allow_patterns=list(patterns))
-        )
-    except OSError as error:
-        raise ModelError(
-            ErrorCode.MODEL_UNREACHABLE,
-            f"The checkpoint {hub_id} is not in the hub's cache and could not be fetched ({type(error).__name__}).",
-            "Connect to the hub (or set HF_ENDPOINT to a mirror), or download the folder elsewhere and give its path as the model.",
-        ) from error
 
 
 def _short(text: str) -> str:

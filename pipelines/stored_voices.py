@@ -6,8 +6,8 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,7 +135,14 @@ class VoiceFolder:
 
     def _write(self, name: str, data: bytes, *, replace: bool) -> None:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self._writing():
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            # On a file system without locks, unfinished files of writers that died are kept, and the maximum
+            # number of voices may be exceeded.
+            with suppress(OSError):
+                fcntl.flock(folder, fcntl.LOCK_EX)
+                for draft in self.path.glob(f"{DRAFT}*"):
+                    draft.unlink(missing_ok=True)
             names = self.names()
             if name in names and not replace:
                 raise VoiceExistsError(name)
@@ -145,19 +152,6 @@ class VoiceFolder:
                     "Delete one first.",
                 )
             write_file(self._path(name), data)
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Locks the folder for one writer, and deletes unfinished files of writers that died."""
-        folder = os.open(self.path, os.O_RDONLY)
-        try:
-            # On a file system without locks, unfinished files are kept and the maximum number of voices may
-            # be exceeded.
-            with suppress(OSError):
-                fcntl.flock(folder, fcntl.LOCK_EX)
-                for draft in self.path.glob(f"{DRAFT}*"):
-                    draft.unlink(missing_ok=True)
-            yield
         finally:
             os.close(folder)
 

@@ -226,7 +226,7 @@ class EngineProcess:
                 data = np.frombuffer(recording.data, np.uint8)
                 rate = 0
             else:
-                data, rate = recording.read(*wanted.reading)
+                data, rate = recording.read(wanted.reading)
             assert self._child is not None
             # May need a descriptor, and the child waits for an answer.
             self._child.channel.send(Answer(wanted.wanted, data, rate))

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from pipelines.errors import NightjarError
-from pipelines.recording import Quality
+from pipelines.recording import Reading
 from pipelines.request import (
     AudioChunk,
     Capabilities,
@@ -26,9 +26,6 @@ from pipelines.request import (
     Role,
     Speech,
 )
-
-#: Arguments of `Recording.read`.
-Reading = tuple[int | None, int | None, Quality, bool]
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):

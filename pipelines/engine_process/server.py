@@ -37,7 +37,6 @@ from pipelines.engine_process.messages import (
     NotOpened,
     Open,
     Opened,
-    Reading,
     RequestFailed,
     SpeechMessage,
     Start,
@@ -49,7 +48,7 @@ from pipelines.engine_process.messages import (
 from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
 from pipelines.interpreter import serve_threads
 from pipelines.ipc import Channel, LostArraysError
-from pipelines.recording import Quality, ReadsRecordings, Recording
+from pipelines.recording import AS_IT_IS, Reading, ReadsRecordings, Recording
 from pipelines.registry import open_frontend, open_pipeline
 from pipelines.request import (
     AnyRequest,
@@ -110,7 +109,7 @@ class _Request:
     early_text: deque[Append] = field(default_factory=deque[Append])
 
 
-#: Receives the data and their rate from the client for the given arguments of `Recording.read`; None: the file.
+#: Receives the data and their rate from the client for a reading; None: the file.
 _Ask = Callable[[Reading | None], tuple[NDArray[Any], int]]
 
 
@@ -125,14 +124,8 @@ class _ClientsRecording(Recording):
     def data(self) -> bytes:
         return self._ask(None)[0].tobytes()
 
-    def read(
-        self,
-        sample_rate: int | None = None,
-        channel: int | None = None,
-        quality: Quality = "HQ",
-        normalized: bool = False,
-    ) -> tuple[Samples, int]:
-        return self._ask((sample_rate, channel, quality, normalized))
+    def read(self, reading: Reading = AS_IT_IS) -> tuple[Samples, int]:
+        return self._ask(reading)
 
 
 class EngineServer:
@@ -259,7 +252,13 @@ class EngineServer:
             if number not in self._requests:
                 return
             if isinstance(request, SynthesisRequest) and not isinstance(self._pipeline, ReadsRecordings):
-                request = _with_files(request)
+                messages = (
+                    msgspec.structs.replace(one, content=one.content.data)
+                    if isinstance(one.content, Recording)
+                    else one
+                    for one in request.messages
+                )
+                request = replace(request, messages=tuple(messages))
             handle = self._pipeline.start(
                 request, lambda event: self._on_event(number, event, stream), stream
             )
@@ -356,15 +355,6 @@ class EngineServer:
         """Sends a message. Does nothing if the client is gone: the reader then ends the process."""
         with suppress(ConnectionError):
             self._channel.send(message, wait)
-
-
-def _with_files(request: SynthesisRequest) -> SynthesisRequest:
-    """The request with the bytes of its recordings."""
-    messages = (
-        msgspec.structs.replace(one, content=one.content.data) if isinstance(one.content, Recording) else one
-        for one in request.messages
-    )
-    return replace(request, messages=tuple(messages))
 
 
 def _error_of(error: Exception, what: str) -> NightjarError:

@@ -35,7 +35,7 @@ from pipelines.codec.fused import FusedStack, uses_fused_ops
 from pipelines.fish_speech.config import CODEC_WEIGHTS, CodecConfig, CodecStackConfig, FishConfig
 from pipelines.fish_speech.model import take_stack
 from pipelines.nn.checkpoint import TensorSource, TensorTable, read_pickle, shown, take_normed
-from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
+from pipelines.recording import KEPT_BYTES, Reading, Recording, RecordingCache
 from pipelines.request import IntArray
 
 log = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ class ReferenceEncoder:
         samples, rate = recording.read()
         wanted = self._encoder.config.sample_rate
         if math.lcm(rate, wanted) // math.gcd(rate, wanted) > _MAX_VALUES:
-            samples, rate = recording.read(wanted, quality="VHQ")
+            samples, rate = recording.read(Reading(wanted, quality="VHQ"))
         return resample(torch.from_numpy(samples).to(self._encoder.device), rate, wanted).cpu()
 
 

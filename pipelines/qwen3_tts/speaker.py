@@ -31,7 +31,7 @@ from pipelines.codec.states import CodecState
 from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource, device_name, type_name
 from pipelines.qwen3_tts.codec import USAGE_FLOOR, Codec
 from pipelines.qwen3_tts.config import CodecConfig, CodecEncoderConfig, Qwen3TTSConfig, SpeakerEncoderConfig
-from pipelines.recording import KEPT_BYTES, Recording, RecordingCache, RecordingFiles
+from pipelines.recording import KEPT_BYTES, Reading, Recording, RecordingCache, RecordingFiles
 from pipelines.request import IntArray
 
 N_FFT = 1024
@@ -460,12 +460,12 @@ class VoiceCache:
         """`vector`: float32 [talker hidden]; in context `codes` too: int64 [frames, codebooks]."""
         rate = self._speaker.config.sample_rate
         encoder = self._encoder
-        samples, _ = recording.read(rate)
+        samples, _ = recording.read(Reading(rate))
         made = {"vector": self.batches(self.vectors, samples, patience)}
         frames = None
         if in_context:
             if encoder.sample_rate != rate:
-                samples, _ = recording.read(encoder.sample_rate)
+                samples, _ = recording.read(Reading(encoder.sample_rate))
             frames = -(-len(samples) // encoder.samples_per_frame)
             made["codes"] = self.batches(self.codes, samples, patience)
         # Copies, because a result is a view of the memory of its whole batch.

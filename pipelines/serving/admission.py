@@ -69,28 +69,25 @@ class AdmissionQueue:
             too_long = max_wait_seconds is not None and self._expected_seconds() > max_wait_seconds
             if too_long or len(self._queue) >= self.waiting_room:
                 raise self._refusal()
-            await self._wait_for_slot(max_wait_seconds)
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._queue.append(waiter)
+            try:
+                async with asyncio.timeout(max_wait_seconds):
+                    await waiter
+            except (TimeoutError, asyncio.CancelledError) as error:
+                if waiter in self._queue:
+                    self._queue.remove(waiter)
+                elif waiter.done() and not waiter.cancelled():
+                    self.running -= 1
+                    self._admit_waiting()
+                if isinstance(error, TimeoutError):
+                    raise self._refusal() from None
+                raise
         else:
             self.running += 1
         permit = Permit(self, since)
         self.admitted(permit.began_at - since)
         return permit
-
-    async def _wait_for_slot(self, max_wait_seconds: float | None) -> None:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(waiter)
-        try:
-            async with asyncio.timeout(max_wait_seconds):
-                await waiter
-        except (TimeoutError, asyncio.CancelledError) as error:
-            if waiter in self._queue:
-                self._queue.remove(waiter)
-            elif waiter.done() and not waiter.cancelled():
-                self.running -= 1
-                self._admit_waiting()
-            if isinstance(error, TimeoutError):
-                raise self._refusal() from None
-            raise
 
     def leave(self, seconds: float) -> None:
         """Gives back a slot that was held for `seconds`."""

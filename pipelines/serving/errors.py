@@ -107,7 +107,24 @@ def as_api_error(error: Exception, param: str | None = None) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, (RequestValidationError, ValidationError)):
-        return _of_body(error)
+        first: Mapping[str, Any] = error.errors()[0]
+        # FastAPI's location begins with the part of the request, such as `body`.
+        place = first["loc"][isinstance(error, RequestValidationError) :]
+        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+        field = path.lstrip(".")[:200] or None
+        if field is None:
+            return bad_request(
+                "The body is not a JSON object. Send one, with `Content-Type: application/json`.",
+                "invalid_value",
+            )
+        if first["type"] == "extra_forbidden":
+            return bad_request(
+                f"There is no field `{field}` here. Remove it; docs/serving.md lists the fields.",
+                "unknown_field",
+                field,
+            )
+        reason = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
+        return bad_request(f"`{field}`: {reason}.", "invalid_value", field)
     if not isinstance(error, NightjarError):
         log.error("a request failed", exc_info=error)
         return ApiError(500, "An unexpected error occurred; see the server's log.", "internal_error")
@@ -145,23 +162,3 @@ async def _answer(request: Request, error: Exception) -> Response:
             headers=error.headers,
         )
     return as_api_error(error).response()
-
-
-def _of_body(error: RequestValidationError | ValidationError) -> ApiError:
-    first: Mapping[str, Any] = error.errors()[0]
-    # FastAPI's location begins with the part of the request, such as `body`.
-    place = first["loc"][isinstance(error, RequestValidationError) :]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
-    param = path.lstrip(".")[:200] or None
-    if param is None:
-        return bad_request(
-            "The body is not a JSON object. Send one, with `Content-Type: application/json`.", "invalid_value"
-        )
-    if first["type"] == "extra_forbidden":
-        return bad_request(
-            f"There is no field `{param}` here. Remove it; docs/serving.md lists the fields.",
-            "unknown_field",
-            param,
-        )
-    reason = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
-    return bad_request(f"`{param}`: {reason}.", "invalid_value", param)

@@ -307,7 +307,18 @@ class ServedModel:
             if (state := self.state) in ("broken", "stuck"):
                 log.error("the engine is %s; the model is opened again", state)
                 self._died_at = time.monotonic()
-                await self._reopen()
+                broken = self.pipeline
+                self.pipeline = None
+                if broken is not None:
+                    await asyncio.to_thread(broken.close)
+                pause_seconds = 1.0
+                while self.pipeline is None:
+                    try:
+                        await self.open()
+                    except Exception as error:  # noqa: BLE001  # the next attempt may succeed, whatever it was
+                        log.error("the model cannot be opened: %s", error)
+                        await asyncio.sleep(pause_seconds)
+                        pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
 
     async def open(self) -> None:
         """Opens the pipeline in a thread, while the server already answers. Sets the number of slots to the
@@ -327,20 +338,6 @@ class ServedModel:
             # The native engine does not bound waiting streams, so they wait here and its waiting room stays empty.
             waits_here = bool(info.executor) and pipeline.capabilities.streaming
             self.admission.resize(info.slots + (0 if waits_here else info.waiting_room))
-
-    async def _reopen(self) -> None:
-        broken = self.pipeline
-        self.pipeline = None
-        if broken is not None:
-            await asyncio.to_thread(broken.close)
-        pause_seconds = 1.0
-        while self.pipeline is None:
-            try:
-                await self.open()
-            except Exception as error:  # noqa: BLE001  # the next attempt may succeed, whatever it was
-                log.error("the model cannot be opened: %s", error)
-                await asyncio.sleep(pause_seconds)
-                pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
 
     def close(self) -> bool:
         """Closes the pipeline; its requests fail with `synth.aborted`. May be called more than once. False if

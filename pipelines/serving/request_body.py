@@ -78,15 +78,6 @@ async def read(text: bytes | str) -> Any:
 
 def parse(data: bytes) -> Any:
     """As `read`, on the calling thread."""
-    _check_shape(data)
-    try:
-        return msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        reason = str(error).split(" - ")[0].rstrip(".")
-        raise bad_request(f"The message is not JSON: {reason}.", ErrorCode.INPUT_BAD_JSON) from None
-
-
-def _check_shape(data: bytes) -> None:
     if count_delimiters(data) > MAX_DELIMITERS:
         raise too_complex()
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in data else data
@@ -99,6 +90,11 @@ def _check_shape(data: bytes) -> None:
         brackets = structure.translate(None, _NO_BRACKETS)
         if max(accumulate(1 if sign in b"[{" else -1 for sign in brackets)) > MAX_DEPTH:
             raise too_complex()
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        reason = str(error).split(" - ")[0].rstrip(".")
+        raise bad_request(f"The message is not JSON: {reason}.", ErrorCode.INPUT_BAD_JSON) from None
 
 
 #: Limits of reading a refused body, which is read so that the client gets the error, not a reset connection.

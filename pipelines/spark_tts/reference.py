@@ -15,7 +15,7 @@ from pipelines.audio import Samples
 from pipelines.codec.encoding import EXACT, BatchEncoder, Encoding, rounded
 from pipelines.nn.checkpoint import Checkpoint, TensorTable, fill_module, read_pickle
 from pipelines.nn.config_keys import bad_checkpoint, read_table
-from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
+from pipelines.recording import KEPT_BYTES, Reading, Recording, RecordingCache
 from pipelines.spark_tts.bicodec import Tokenizer
 from pipelines.spark_tts.config import SparkConfig
 
@@ -158,7 +158,7 @@ class ReferenceEncoder:
     def read(self, recording: Recording) -> Samples:
         """Samples [n] at the model's rate: the first channel, resampled at very high quality, and normalized
         in volume if the config says so."""
-        samples, _ = recording.read(self.config.sample_rate, 0, "VHQ", self.config.volume_normalize)
+        samples, _ = recording.read(Reading(self.config.sample_rate, 0, "VHQ", self.config.volume_normalize))
         return samples
 
     def encode(self, samples: Samples, with_semantic: bool = True) -> Reference:

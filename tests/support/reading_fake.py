@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
-from pipelines.recording import ReadsRecordings, Recording, RecordingCache
+from pipelines.recording import Reading, ReadsRecordings, Recording, RecordingCache
 from pipelines.registry import ModelCard
 from pipelines.request import Speech, SynthesisRequest
 from tests.support.fakes import FakePipeline
@@ -39,7 +39,7 @@ class ReadingPipeline(FakePipeline, ReadsRecordings):
         return super().submit(replace(request, messages=(text,)))
 
     def _read(self, recording: Recording) -> str:
-        samples, rate = recording.read(RATE, CHANNEL, "VHQ", True)
+        samples, rate = recording.read(Reading(RATE, CHANNEL, "VHQ", True))
         assert rate == RATE
         return heard(samples)
 

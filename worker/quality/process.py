@@ -243,7 +243,14 @@ class MeterPool:
                 given = [task.utterance for task, _ in passing]
                 for (_, readings), more in zip(passing, host.measure({name: options}, given), strict=True):
                     readings.update(more)
-                passing = [(task, readings) for task, readings in passing if _passes(readings, task.bounds)]
+                passing = [
+                    (task, readings)
+                    for task, readings in passing
+                    if all(
+                        Reading(*one).passes(task.bounds.get(score)) is not False
+                        for score, one in readings.items()
+                    )
+                ]
                 if not passing:
                     break
         except Exception as error:  # noqa: BLE001 - the futures report it
@@ -285,10 +292,6 @@ class MeterPool:
             f"The meters {', '.join(task.meters)} hung on {HANGS_IN_A_ROW} items in a row: {error.message}",
             "Items wait until the meters answer again. Use a smaller model or more cores.",
         )
-
-
-def _passes(readings: Mapping[str, Any], bounds: Mapping[str, Bound]) -> bool:
-    return all(Reading(*one).passes(bounds.get(score)) is not False for score, one in readings.items())
 
 
 def _answer(draws: _Draws) -> list[dict[str, Reading]]:

@@ -23,7 +23,7 @@ from pipelines.audio import encode
 from pipelines.engine_process.client import EngineProcess
 from pipelines.engine_process.messages import Answer
 from pipelines.errors import EngineCrashError, ErrorCode, InputError, SynthesisError
-from pipelines.recording import Recording, read_recording
+from pipelines.recording import Reading, Recording, read_recording
 from pipelines.request import Message, Speech, SynthesisRequest, stream, submit
 from tests.support import reading_fake, streaming_fake
 from tests.support.native_plugin import NAME
@@ -52,7 +52,7 @@ def cloned(*voices: bytes, text: str = "Hello.", request_id: str = "r") -> Synth
 
 def heard(*voices: bytes) -> str:
     """What the fake engine writes for these recordings."""
-    read = (read_recording(one, reading_fake.RATE, 0, "VHQ", True)[0] for one in voices)
+    read = (read_recording(one, Reading(reading_fake.RATE, 0, "VHQ", True))[0] for one in voices)
     return " ".join(map(reading_fake.heard, read))
 
 

@@ -23,7 +23,7 @@ from pipelines.codec.stage import CodecStage, Decoder
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
 from pipelines.nn.config_keys import BaseSamplingDefaults, Keys, Size, Sizes, Whole
 from pipelines.options import TokenModelOptions, read_options
-from pipelines.recording import read_recording
+from pipelines.recording import Reading, read_recording
 from pipelines.request import (
     Capabilities,
     EngineInfo,
@@ -290,7 +290,7 @@ def wav(samples: NDArray[np.float32]) -> bytes:
 )
 def test_a_recording_that_holds_no_voice_is_refused(seconds: float, level: float, code: ErrorCode) -> None:
     with pytest.raises(InputError) as caught:
-        read_recording(wav(np.full(int(16_000 * seconds), level, np.float32)), 16_000)
+        read_recording(wav(np.full(int(16_000 * seconds), level, np.float32)), Reading(16_000))
     assert caught.value.code is code
 
 
