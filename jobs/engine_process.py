@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from jobs.logs import LogFormat, setup_logging
@@ -20,23 +20,42 @@ if TYPE_CHECKING:
     from jobs.settings import Settings
     from pipelines.request import Pipeline
 
+_PROGRAM = "-m", "jobs.engine_process"
 #: Default number of streams that a model is prepared for.
 _GPU_STREAMS, _CPU_STREAMS = 128, 8
 #: Share of a GPU's memory that all models of a server take.
 _SHARED_MEMORY = 0.9
+#: Environment variable of a worker: the model, modules and logging of the process that `start_spare` starts.
+_SPARE = "NIGHTJAR_SPARE"
+#: Model -> the process that has imported its libraries, until the model is opened in it.
+_spares = dict[str, EngineProcess]()
+
+
+def spare_variables(settings: Settings, model: str, family: str) -> dict[str, str]:
+    """Environment variables of a worker that calls `start_spare`. `family`: that of the model, which has a process
+    of its own."""
+    wanted = model, [f"pipelines.{family}.pipeline"], settings.log_level, settings.log_format
+    return {_SPARE: json.dumps(wanted)}
+
+
+def start_spare() -> None:
+    """Starts a spare process for a model if the parent process asks for it. The settings need not be known."""
+    if wanted := os.environ.pop(_SPARE, None):
+        model, modules, *logging = json.loads(wanted)
+        _spares[model] = EngineProcess(model, {}, (*_PROGRAM, *logging), modules)
 
 
 def open_engine_process(
     model: str,
     options: dict[str, Any],
     settings: Settings,
-    level: str | None = None,
-    modules: Sequence[str] = (),
 ) -> EngineProcess:
-    """Starts a process with a model and waits until the model is open, unless it is a spare one (`modules`).
-    Raises the `NightjarError` of opening it, and `EngineCrashError`."""
-    program = ("-m", "jobs.engine_process", level or settings.log_level, settings.log_format)
-    return EngineProcess(model, options, program, modules)
+    """Opens a model in its spare process, or starts one, and waits until it is open. Raises the `NightjarError` of
+    opening it, and `EngineCrashError`."""
+    if spare := _spares.pop(model, None):
+        spare.open(**options)
+        return spare
+    return EngineProcess(model, options, (*_PROGRAM, settings.log_level, settings.log_format))
 
 
 @dataclass
@@ -51,25 +70,22 @@ class ModelOpener:
     card: ModelCard
     settings: Settings
     options: dict[str, Any]
-    level: str
-    _spare: EngineProcess | None = None
 
     def __call__(self) -> Pipeline:
         """Raises the errors of `pipelines.registry.open_pipeline`, and `EngineCrashError`."""
         if self.settings.chosen_engine(self.card) == "vllm" or is_registered(self.model):
             return open_pipeline(self.model, **self.options)
-        start = partial(open_engine_process, self.model, settings=self.settings, level=self.level)
-        process = self._spare
-        self._spare = None
-        if process is None:
-            process = start(self.options)
-        else:
-            process.open()
+        process = open_engine_process(self.model, self.options, self.settings)
         wanted = self.settings.serve.spare_process
         if has_gpu() if wanted is None else wanted:
             # A new engine is needed soon more than it is needed with all graphs.
-            few = {"few_graphs": True} if "streams" in self.options else {}
-            self._spare = start(self.options | few, modules=process.modules)
+            self.options |= {"few_graphs": True} if "streams" in self.options else {}
+            _spares[self.model] = EngineProcess(
+                self.model,
+                {},
+                (*_PROGRAM, self.settings.log_level, self.settings.log_format),
+                process.modules,
+            )
         return process
 
 

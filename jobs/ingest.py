@@ -36,11 +36,10 @@ from jobs.spec import (
     ResolvedSpec,
     aborted_by,
     duplicate_lines,
-    resolve,
+    resolve_for,
     spec_sha,
 )
 from jobs.store.base import ObjectStore, sha256_of
-from jobs.voices import voice_folder
 from pipelines.errors import ErrorCode, InputError, ServiceError, StoreError
 from pipelines.registry import ModelCard
 
@@ -77,11 +76,6 @@ class SubmitResult(NamedTuple):
     created: bool
     #: Whether an interrupted ingest was continued.
     resumed: bool
-
-
-def resolve_for(settings: Settings, spec: JobSpec | ResolvedSpec, options: SubmitOptions) -> ResolvedSpec:
-    """Resolves a spec with the stored voices, and the recordings of the options. Raises the errors of `resolve`."""
-    return resolve(spec, options.input_format, voice_folder(settings, options.recordings))
 
 
 def submit(

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from jobs.console import Interrupted, Stop
 from jobs.embedded import DRAIN_SECONDS, EmbeddedHome
-from jobs.export.manifest import put_manifest
 from jobs.formatting import counted, redact
 from jobs.gpus import Device
-from jobs.ingest import IngestProgress, SubmitOptions, check_has_work, submit
+from jobs.job_options import SubmitOptions
 from jobs.layout import job_prefix
-from jobs.ledger import Ledger
 from jobs.ledger.records import INPUT_FORMAT, LASTING_OUTAGES, Job, JobState, ShardState
 from jobs.ledger.status import JobStatus
-from jobs.notification import say_ends
 from jobs.own_files import full_disk_explained
 from jobs.progress import Progress
 from jobs.recent_jobs import remember
@@ -26,6 +24,10 @@ from jobs.spec import ResolvedSpec
 from jobs.store import open_store
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError
+
+if TYPE_CHECKING:
+    from jobs.ingest import IngestProgress
+    from jobs.ledger import Ledger
 
 #: Interval at which the ledger and the processes are checked.
 POLL_SECONDS = 0.5
@@ -53,9 +55,14 @@ def run_locally(
     is in the ledger. Raises `InputError` for an input without
     items, `Interrupted` once `stop` is requested, and the errors of a submit and of the job's services.
     """
-    engine = settings.chosen_engine(spec.card)
     with full_disk_explained(settings.home), EmbeddedHome(settings, devices) as embedded:
         stop.kill = embedded.kill
+        # The workers start first, since that and opening a model take longer than reading most inputs.
+        is_native = settings.chosen_engine(spec.card) == "native"
+        embedded.prepare(spec.spec, spec.card.family if is_native else "")
+        from jobs.ingest import submit
+        from jobs.notification import say_ends
+
         ledger = embedded.ledger
         store = open_store(settings.effective_store_url, settings.s3)
         if settings.store_url is not None:
@@ -64,9 +71,6 @@ def run_locally(
         if settings.broker_url is not None:
             origin = settings.origin("broker_url")
             progress.say(f"broker_url ({origin}) is not used: `nightjar run` has its own broker.")
-        if engine == "native":
-            # Opening such a model takes longer than reading most inputs, so it begins first.
-            embedded.prepare(spec.spec)
 
         def reading(ingest: IngestProgress) -> None:
             progress.reading(ingest)
@@ -127,6 +131,8 @@ def run_locally(
 def _explain(ledger: Ledger, job: Job, progress: Progress, *, created: bool) -> None:
     """Reports the job, and for a new one also unfinished jobs of the same input and options in other stores,
     which the user may have meant to continue."""
+    from jobs.ingest import check_has_work
+
     check_has_work(job)
     if job.state is JobState.PAUSED:
         raise _paused(job)
@@ -199,6 +205,8 @@ def _results(
 ) -> dict[str, str | None]:
     """The places of the job's audio, texts and manifest. Waits for the store, so that an ended job always has its
     manifest."""
+    from jobs.export.manifest import put_manifest
+
     job_id = status.job.id
     reported = False
     while True:

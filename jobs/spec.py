@@ -28,7 +28,9 @@ from jobs.dialogue import (
 )
 from jobs.formatting import printable
 from jobs.input_records import ALL, SPEAKERS, Records, speakers_sha256
+from jobs.job_options import SubmitOptions
 from jobs.ledger.records import JobSpec, RejectedLine
+from jobs.settings import Settings
 from jobs.source import (
     BATCH_BYTES,
     BATCH_LINES,
@@ -43,7 +45,7 @@ from jobs.source import (
     rejected_line,
 )
 from jobs.spoken_text import SpokenText, with_spoken_text
-from jobs.voices import JobVoices, PoolFolder, in_stored_voice, names_of
+from jobs.voices import JobVoices, PoolFolder, in_stored_voice, names_of, voice_folder
 from pipelines.audio_format import check_rate
 from pipelines.errors import ErrorCode, InputError, invalid
 from pipelines.languages import language_of
@@ -107,6 +109,11 @@ class ResolvedSpec:
     def records(self, source: Source) -> Records:
         """The records of an input whose format was recognized."""
         return Records(source, cast("InputFormat", self.input_format), self.spec, self.card)
+
+
+def resolve_for(settings: Settings, spec: JobSpec | ResolvedSpec, options: SubmitOptions) -> ResolvedSpec:
+    """Resolves a spec with the stored voices, and the recordings of the options. Raises the errors of `resolve`."""
+    return resolve(spec, options.input_format, voice_folder(settings, options.recordings))
 
 
 def resolve(

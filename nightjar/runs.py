@@ -16,14 +16,14 @@ from jobs.checks import missing_meters
 from jobs.console import Output
 from jobs.embedded import embedded_settings
 from jobs.gpus import choose_gpus
-from jobs.ingest import check_has_work, resolve_for, submit_for_workers
+from jobs.ingest import check_has_work, submit_for_workers
 from jobs.job_options import JobOptions, SubmitOptions, checked_options, job_of, user_name
 from jobs.ledger.records import Reading
 from jobs.local_run import run_locally
 from jobs.recent_jobs import JobChoice, chosen_jobs, settings_for_new_job
 from jobs.settings import Settings, load_settings
 from jobs.source import check_source
-from jobs.spec import ResolvedSpec
+from jobs.spec import ResolvedSpec, resolve_for
 from jobs.store import is_remote
 from nightjar.inputs import written_input
 from nightjar.job import Job

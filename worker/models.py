@@ -139,19 +139,11 @@ class PipelineCache:
         loaded = self._loaded
         return [] if loaded is None else [loaded.pipeline]
 
-    def slots(self) -> int:
-        """Slots of the loaded model's engine; 0 if none is loaded."""
-        return sum(pipeline.info.slots for pipeline in self.pipelines())
-
     def close(self) -> None:
         """Closes the pipeline. Idempotent."""
-        with self._changed:
-            self._closed = True
-            loaded = self._loaded
-            self._loaded = None
-            self._changed.notify_all()
-        if loaded is not None:
-            loaded.pipeline.close()
+        self._closed = True
+        for pipeline in self.pipelines():
+            self.discard(pipeline)
 
     def _has_room(self, model: str, decodes: bool) -> bool:
         if self._closed:

@@ -120,7 +120,10 @@ class Runtime:
         self.store_for = cache(self._writer_processes.open)
         self._exclusive = ExclusiveLock()
         self.demand = Demand(
-            settings.times.shards_in_flight, self.pipelines.slots, lambda: self._exclusive.closed, self._clock
+            settings.times.shards_in_flight,
+            lambda: sum(pipeline.info.slots for pipeline in self.pipelines.pipelines()),
+            lambda: self._exclusive.closed,
+            self._clock,
         )
         self.runner = ShardRunner(
             self.ledger,

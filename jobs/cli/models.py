@@ -296,10 +296,10 @@ def serve(
     from pipelines.serving.model import ServedModel
     from pipelines.serving.server import Server
 
-    level = "warning" if output.quiet else settings.log_level
-    setup_logging(level, settings.log_format)
+    logged = settings.model_copy(update={"log_level": "warning"}) if output.quiet else settings
+    setup_logging(logged.log_level, logged.log_format)
     openers = [
-        ModelOpener(model, card, settings, engine_options(settings, card, len(models)), level)
+        ModelOpener(model, card, logged, engine_options(settings, card, len(models)))
         for model, card in zip(models, cards, strict=True)
     ]
     server = Server(

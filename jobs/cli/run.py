@@ -72,8 +72,8 @@ def run(
     devices = None if gpus is None else choose_gpus(gpus)
     with defer_sigint():
         from jobs.checks import missing_meters
-        from jobs.ingest import resolve_for
         from jobs.local_run import run_locally
+        from jobs.spec import resolve_for
 
     resolved = resolve_for(settings, spec, options)
     engine = settings.chosen_engine(resolved.card)
@@ -136,7 +136,8 @@ def submit(
     """
     settings = settings_for_new_job(home)
     from jobs.checks import missing_meters
-    from jobs.ingest import check_has_work, resolve_for, submit_for_workers
+    from jobs.ingest import check_has_work, submit_for_workers
+    from jobs.spec import resolve_for
 
     resolved = resolve_for(settings, spec, options)
     if (missing := missing_meters(spec.quality)) is not None:
@@ -238,6 +239,7 @@ def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
         signals.kill = embedded.kill
         try:
             embedded.ledger.migrate()
+            embedded.prepare(None)
             embedded.start(output.note)
             url = f"http://{settings.serve.address}:{settings.serve.port}" if serves else None
             if serves:

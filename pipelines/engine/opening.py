@@ -165,19 +165,6 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def memory_budget(device: torch.device, share: float | None) -> int:
-    """Bytes of a GPU that an engine may take now. A `share` also limits PyTorch's allocator in this process."""
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    if share is not None:
-        torch.cuda.set_per_process_memory_fraction(max(share - LIBRARY_BYTES / total, 0.0), device)
-    return _budget(free, total, share)
-
-
-def _budget(free: int, total: int, share: float | None) -> int:
-    return int(DEFAULT_SHARE * free) if share is None else min(int(share * total), free)
-
-
 @contextmanager
 def explain_oom() -> Iterator[None]:
     """Raises `SynthesisError` (`synth.oom`) instead of an out-of-memory error while a model is opened."""
@@ -367,16 +354,23 @@ class NativeModelOptions(ModelOptions):
                 slots, pages, self.page_size, context, frame_seconds=frame_seconds, stream_slots=streams
             )
 
-        def planned(budget: int) -> EngineOptions:
+        share = self.memory_share
+
+        def planned(free: int) -> EngineOptions:
+            budget = int(DEFAULT_SHARE * free) if share is None else min(int(share * total), free)
             return plan_memory(budget, needs, self.page_size, context, self.slots, self.pages, wide)
 
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        if share is not None:
+            # Also limits PyTorch's allocator in this process.
+            torch.cuda.set_per_process_memory_fraction(max(share - LIBRARY_BYTES / total, 0.0), device)
         try:
-            plan = planned(memory_budget(device, self.memory_share))
+            plan = planned(free)
         except ConfigError as error:
-            free, total = torch.cuda.mem_get_info(device)
             # Raises `ConfigError` if the slots would not fit into an unused GPU either, whose memory CUDA
             # itself uses in part.
-            planned(_budget(total - LIBRARY_BYTES, total, self.memory_share))
+            planned(total - LIBRARY_BYTES)
             raise SynthesisError(
                 ErrorCode.SYNTH_OOM,
                 f"Another program fills the GPU: {gib(free)} of its {gib(total)} are free, too little for this engine.",

@@ -127,9 +127,10 @@ class EngineProcess:
         if not modules:
             self.open()
 
-    def open(self) -> None:
-        """Opens the model. Raises what `open_pipeline` raised in the child, and `EngineCrashError` if the child
-        died."""
+    def open(self, **options: Any) -> None:
+        """Opens the model, with these options in addition. Raises what `open_pipeline` raised in the child, and
+        `EngineCrashError` if the child died."""
+        self._wanted.options.update(options)
         self._may_open.set()
         try:
             # If the model cannot be opened, the child reports the error.

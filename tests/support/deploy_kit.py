@@ -22,7 +22,7 @@ from pipelines.serving.metrics import MetricsPage, ServerMetrics
 from pipelines.serving.model import ServedModel
 from tests.support.docs_kit import check_call
 from tests.support.fakes import FakePipeline
-from worker.__main__ import cli as worker_cli
+from worker.cli import cli as worker_cli
 from worker.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]

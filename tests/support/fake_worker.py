@@ -14,7 +14,7 @@ import time
 from pipelines.registry import ModelCard, register_pipeline
 from pipelines.request import Pipeline
 from tests.support.fakes import CODEC, SAMPLE_RATE, FakePipeline, InstantPipeline, die_on_bad_gpu
-from worker.__main__ import main
+from worker.cli import main
 
 
 def fake_card(name: str = "fake") -> ModelCard:

@@ -14,7 +14,7 @@ LIBRARIES = [
     "sqlalchemy.dialects.postgresql.psycopg",
     "sqlalchemy.dialects.sqlite.pysqlite",
 ]
-OURS = ["jobs.doctor", "jobs.ingest", "jobs.ledger", "worker.__main__", "worker.celery_app", "worker.metrics"]
+OURS = ["jobs.doctor", "jobs.ingest", "jobs.ledger", "worker.cli", "worker.celery_app", "worker.metrics"]
 
 for name in [
     *LIBRARIES,

@@ -24,7 +24,7 @@ from pipelines.audio import encode
 from pipelines.errors import ErrorCode, ServiceError
 from tests.support.fakes import SAMPLE_RATE, sine
 from tests.support.night_kit import EXPORTS, NIGHT, House, line
-from worker import __main__ as command
+from worker import cli as command
 from worker import nightly
 from worker.nightly import Night
 

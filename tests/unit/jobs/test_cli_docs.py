@@ -18,7 +18,7 @@ from jobs.settings import ServeSettings
 from pipelines.errors import ErrorCode
 from pipelines.serving import ServeOptions
 from tests.support.docs_kit import PAGES, ROOT, check_call, name_of
-from worker.__main__ import cli as worker_cli
+from worker.cli import cli as worker_cli
 
 
 def rows(page: str) -> list[list[str]]:

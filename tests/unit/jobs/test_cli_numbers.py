@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from jobs.cli import cli
 from jobs.job_options import checked_options, job_of
 from pipelines.errors import ConfigError, InputError
-from worker.__main__ import cli as worker_cli
+from worker.cli import cli as worker_cli
 
 KEYS = [
     "error_budget",

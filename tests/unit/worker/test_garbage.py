@@ -24,7 +24,7 @@ from pipelines.audio import encode
 from tests.support.fakes import SAMPLE_RATE, MemoryStore, sine
 from tests.support.ledger_kit import execute
 from tests.support.worker_rig import Rig
-from worker.__main__ import cli
+from worker.cli import cli
 from worker.garbage import SweepReport, sweep
 
 DAY = 24 * 3600.0

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from jobs.settings import Settings
+from jobs.engine_process import spare_variables, start_spare
+from jobs.settings import EngineSettings, Settings
 from pipelines.engine_process.client import EngineProcess
 from pipelines.errors import ErrorCode, ModelError
 from tests.support.native_plugin import NAME, installed
 from tests.support.run_kit import until
 from tests.support.services import children
-from worker.models import Preload
+from worker.models import Preload, open_model
 
 
 @pytest.fixture
@@ -34,6 +35,27 @@ def test_a_preloaded_model_is_taken_once(before: set[int]) -> None:
     preload.close()
     assert pipeline.pid in set(children(os.getpid())) - before, "who took it closes it"
     pipeline.close()
+
+
+def test_a_model_opens_in_the_process_that_was_started_before_the_settings_were_known(
+    before: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in spare_variables(Settings(), NAME, "no_such_family").items():
+        monkeypatch.setenv(name, value)
+    start_spare()
+    start_spare()  # its own children must not start one too
+    until(lambda: set(children(os.getpid())) - before, "it is not started")
+    (early,) = set(children(os.getpid())) - before
+    pipeline = Preload(Settings(engine=EngineSettings(slots=3)), NAME).take(NAME)
+    assert isinstance(pipeline, EngineProcess)
+    try:
+        assert (pipeline.pid, pipeline.info.slots) == (early, 3)
+        again = open_model(Settings(), NAME, True)
+        again.close()
+        assert isinstance(again, EngineProcess)
+        assert again.pid != early, "the next one has a process of its own"
+    finally:
+        pipeline.close()
 
 
 def test_a_preloaded_model_makes_room_for_another_one(before: set[int]) -> None:

@@ -27,7 +27,7 @@ from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakeClock, FakePipeline
 from tests.support.ledger_kit import execute
 from tests.support.worker_rig import WORKER, Build, Rig
-from worker import __main__ as commands
+from worker import cli as commands
 from worker.leases import LeaseGoneError
 from worker.runtime import Runtime
 from worker.supervisor import report
