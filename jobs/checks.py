@@ -13,7 +13,7 @@ Learned bounds come from a calibration, never from the run itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL
 from typing import Annotated, Any, Literal, NamedTuple, cast
@@ -177,13 +177,12 @@ def code_of(score: str) -> ErrorCode:
     return CHECKS[score].code if score in CHECKS else ErrorCode.QA_SCORE
 
 
-def scores_with(meters: Iterable[str]) -> set[str]:
+def scores_with(meters: Container[str]) -> set[str]:
     """The scores that these built-in meters measure, and those that need no meter."""
-    chosen = set(meters)
     return {
         name
         for name, check in CHECKS.items()
-        if check.meter is None or check.replaced or check.meter.name in chosen
+        if check.meter is None or check.replaced or check.meter.name in meters
     }
 
 
@@ -230,14 +229,14 @@ def missing_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) 
     `fetch`: downloads the weights first; the error then says why that failed.
     """
     # The weights of other meters are in their libraries.
-    if (options := meters.get(_ASR.name)) is None:
+    if not meters.keys() & {ALIGNER, _ASR.name}:
         return None
     from pipelines.child_process import CalledChild
 
     # Meters are slow to import, and their libraries print messages, so they run in a child process.
     child = CalledChild(("-P", "-m", "worker.quality.process"), list, output=DEVNULL)
     try:
-        child.call({"meters": {_ASR.name: options}, "fetch": fetch}).result()
+        child.call({"meters": meters, "fetch": fetch}).result()
     except ModelError as error:
         return error
     finally:
@@ -329,7 +328,13 @@ def quality_of(
             )
         return None
     tree = msgspec.to_builtins(base)
-    for change in [*([] if config is None else [_read(Path(config))]), *map(_override, overrides)]:
+    changes = list(map(_override, overrides))
+    if config is not None:
+        # Imported late, because `nightjar status` imports this module.
+        from jobs.settings import read_toml
+
+        changes.insert(0, read_toml(Path(config), "quality config", "--qa-config"))
+    for change in changes:
         tree = _merged(tree, change)
     for name in ("bounds", "meters"):
         if isinstance(tree[name], dict):
@@ -411,21 +416,6 @@ def _check(quality: Quality) -> None:
                 option = ".model=FOLDER" if meter.name == ALIGNER else "={}"
                 raise invalid(message, f"Add its meter with `--qa-set meters.{meter.name}{option}`.")
             raise invalid(message, f"The scores of these checks are: {', '.join(sorted(scores))}.")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    # Imported late, because `nightjar status` imports this module.
-    import tomllib
-
-    try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise invalid(
-            f"The quality config {path} cannot be read: {error.strerror}.", "Give a TOML file."
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"The quality config {path} is not TOML: {error}.", "Correct it.") from None
 
 
 def _override(text: str) -> dict[str, Any]:

@@ -425,7 +425,10 @@ def load_settings(**overrides: Any) -> Settings:
     file_name = os.environ.get("SPEECH_CONFIG")
     file = Path(file_name or CONFIG_FILE)
     layers = (
-        (file.name, _read_toml(file, required=file_name is not None)),
+        (
+            file.name,
+            read_toml(file, "configuration file", "SPEECH_CONFIG") if file_name or file.exists() else {},
+        ),
         (".env", _read_variables(_dotenv(), ".env")),
         ("environment", _read_variables(os.environ, "environment")),
         ("command line", {key: value for key, value in overrides.items() if value is not None}),
@@ -442,18 +445,14 @@ def load_settings(**overrides: Any) -> Settings:
     return settings
 
 
-def _read_toml(path: Path, *, required: bool) -> JsonObject:
+def read_toml(path: Path, name: str, option: str) -> JsonObject:
+    """The tables of a TOML file that `option` gives. Raises `config.invalid`."""
     try:
         return tomllib.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        if not required:
-            return {}
+    except (OSError, ValueError, RecursionError) as error:
         raise invalid(
-            f"The configuration file {path} does not exist.", "Correct SPEECH_CONFIG or unset it."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise invalid(
-            f"The configuration file {path} cannot be read: {error}.", "Make it a readable TOML file."
+            f"The {name} {path} cannot be read: {getattr(error, 'strerror', error)}.",
+            f"Make it a readable TOML file, or correct {option}.",
         ) from None
 
 

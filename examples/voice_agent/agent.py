@@ -98,7 +98,7 @@ class Watch(FrameProcessor):
             turn.first_audio_at = turn.first_audio_at or turn.last_audio_at
             turn.audio += frame.audio
         elif isinstance(frame, TTSTextFrame):
-            turn.said = f"{turn.said} {frame.text.strip()}".strip()
+            turn.said = f"{turn.said}{frame.text}".lstrip()
         elif isinstance(frame, ErrorFrame):
             turn.error = turn.error or frame.error
             self._agent.answered.set()

@@ -6,14 +6,13 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jobs.checks import ALIGNER
 from pipelines.audio import FRAME_SECONDS, frame_powers
-from pipelines.errors import ErrorCode, ModelError
 from pipelines.request import Word
 from pipelines.words import are_spaced, words_of
 from worker.quality.meters import (
@@ -21,9 +20,11 @@ from worker.quality.meters import (
     Reading,
     Readings,
     Utterance,
+    ctc_folder,
     error_rates,
     number_type,
     torch_device,
+    unusable,
 )
 
 #: Longer speech is read in windows of this length, with this context on both sides.
@@ -58,11 +59,12 @@ class CtcMeter:
         *,
         hears: bool,
     ) -> None:
+        folder = ctc_folder(model)
         # Its types depend on what is installed.
         import torch
 
         library: Any = import_module("transformers")
-        folder, kinds = Path(model).expanduser(), ("AutoFeatureExtractor", "AutoTokenizer", "AutoModelForCTC")
+        kinds = "AutoFeatureExtractor", "AutoTokenizer", "AutoModelForCTC"
         try:
             self._features, self._tokenizer, network = (
                 getattr(library, kind).from_pretrained(str(folder), local_files_only=True) for kind in kinds
@@ -70,11 +72,7 @@ class CtcMeter:
             place = torch_device(device, threads)
             self._torch, self._model = torch, network.eval().to(place, number_type(compute_type, place))
         except Exception as error:
-            raise ModelError(
-                ErrorCode.MODEL_BAD_CHECKPOINT,
-                f"The CTC model {model[:200]!r} of a meter cannot be opened: {error}",
-                f"Give the folder of one in Hugging Face's layout: `--qa-set meters.{'asr' if hears else 'align'}.model=FOLDER`.",
-            ) from error
+            raise unusable("asr" if hears else ALIGNER, model, error) from error
         self._language, self._hears = language, hears
         #: Whether the model can leave out the silence after a shorter piece.
         self._masks = self._features.return_attention_mask and not getattr(

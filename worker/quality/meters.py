@@ -217,7 +217,7 @@ class AsrMeter:
                 folder, device=device, compute_type=compute_type, cpu_threads=threads
             )
         except Exception as error:
-            raise _unusable(model, error) from error
+            raise unusable("asr", model, error) from error
         self._languages = frozenset(self._model.supported_languages)
 
     def measure(self, utterance: Utterance) -> Readings:
@@ -247,9 +247,11 @@ def asr_folder(model: str = "base", *, fetch: bool = True, **_: object) -> str:
     Raises `ModelError`: `model.bad_checkpoint` for a name unknown to the hub, `model.unreachable` if the model is not
     completely in the cache and cannot or must not be downloaded.
     """
-    named = str(Path(model).expanduser()) if "/" in model else model
+    named = str(Path(model).expanduser())
     if Path(named).is_dir():
         return named
+    if model.startswith((".", "/", "~")):
+        raise unusable("asr", model, "there is no such folder")
     from faster_whisper.utils import download_model
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
@@ -259,18 +261,27 @@ def asr_folder(model: str = "base", *, fetch: bool = True, **_: object) -> str:
         # Some errors of the hub for a missing file are both ValueError and OSError.
         unknown = isinstance(error, ValueError) and not isinstance(error, OSError)
         if unknown or isinstance(error, RepositoryNotFoundError | RevisionNotFoundError):
-            raise _unusable(model, error) from error
+            raise unusable("asr", model, error) from error
         raise _unreachable(model, type(error).__name__) from error
     if not (Path(folder) / "model.bin").exists():
         raise _unreachable(model, "the cache has only a part of it")
     return folder
 
 
-def _unusable(model: str, error: Exception) -> ModelError:
+def ctc_folder(model: str = "", **_: object) -> Path:
+    """The folder of a CTC model. Raises `ModelError` (`model.bad_checkpoint`) if it holds none."""
+    folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file():
+        raise unusable(ALIGNER, model, "there is no folder with a config.json")
+    return folder
+
+
+def unusable(meter: str, model: str, error: object) -> ModelError:
+    other = "" if meter == ALIGNER else "the folder or the name of a faster-whisper model, or "
     return ModelError(
         ErrorCode.MODEL_BAD_CHECKPOINT,
-        f"The ASR model {model[:200]!r} of the meter asr cannot be opened: {error}.",
-        "Set it with `--qa-set meters.asr.model=MODEL`: the folder or the name of a faster-whisper model, or the folder of a CTC model.",
+        f"The model {model[:200]!r} of the meter {meter} cannot be opened: {error}.",
+        f"Set it with `--qa-set meters.{meter}.model=MODEL`: {other}the folder of a CTC model in Hugging Face's layout.",
     )
 
 
@@ -377,8 +388,7 @@ class DnsMosMeter:
 
     def measure(self, utterance: Utterance) -> Readings:
         audio, window = utterance.resampled().astype(np.float32), self.WINDOW_SAMPLES
-        if len(audio) < window:
-            audio = np.tile(audio, -(-window // len(audio)))
+        audio = np.tile(audio, -(-window // len(audio)))
         starts = range(0, len(audio) - window + 1, SAMPLE_RATE)
         overall = [
             self._session.run(None, {"input_1": audio[None, at : at + window]})[0][0][2] for at in starts
@@ -444,11 +454,10 @@ def open_meter(name: str, options: Mapping[str, Option]) -> Meter:
         if factory is None:
             found = tuple(entry_points(group=ENTRY_POINT_GROUP, name=name))
             if not found:
-                known = ", ".join(known_meters())
                 raise ModelError(
                     ErrorCode.MODEL_UNKNOWN,
                     f"There is no meter {name[:80]!r} on this worker.",
-                    f"It has: {known}.",
+                    f"It has: {', '.join(known_meters())}.",
                 )
             factory = cast(Callable[..., Meter], found[0].load())
         return factory(**options)
@@ -472,7 +481,10 @@ def _missing_library(name: str, error: ImportError) -> ModelError:
 
 
 def check_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) -> None:
-    """Raises the error of a meter whose weights are missing. Those of `asr` alone are not in its libraries."""
+    """Raises the error of a meter whose weights are missing. Those of other meters than `asr` and the aligner are in
+    their libraries."""
+    if ALIGNER in meters:
+        ctc_folder(**meters[ALIGNER])  # pyright: ignore[reportArgumentType]
     if "asr" in meters:
         try:
             asr_folder(fetch=fetch, **meters["asr"])  # pyright: ignore[reportArgumentType]

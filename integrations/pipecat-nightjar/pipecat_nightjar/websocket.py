@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from pipecat.frames.frames import ErrorFrame, Frame, InterruptionFrame, TTSAudioRawFrame, TTSTextFrame
+from pipecat.frames.frames import (
+    AggregatedTextFrame,
+    AggregatedTextProgressFrame,
+    ErrorFrame,
+    Frame,
+    InterruptionFrame,
+    TTSAudioRawFrame,
+    TTSTextFrame,
+)
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessorSetup
 from pipecat.services.tts_service import TextAggregationMode, WebsocketTTSService
 from pipecat.transcriptions.language import Language
@@ -34,10 +42,8 @@ _MAX_MESSAGE_BYTES = 16 << 20
 _FRAME_SECONDS = 0.2
 _NOT_READY = 503
 _RETRY_SECONDS = 0.25
-#: A character of a script without spaces between words: Thai, Lao, Burmese, Khmer, Japanese, Chinese.
-_UNSPACED = re.compile(
-    "[\u0e01-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff\uff66-\uff9f]"
-)
+#: The end of a sentence in Chinese or Japanese, which no space follows.
+_UNSPACED_END = re.compile("[\u3001-\u30ff\u3400-\u9fff\uf900-\ufaff\uff01-\uff9f][^\\w\\s]*\\Z")
 #: Time without audio after which a reply counts as ended. Normally a message ends it, so this must only be
 #: longer than the wait for a slot.
 _SILENCE_SECONDS = 10.0
@@ -109,6 +115,9 @@ class NightjarTTSService(WebsocketTTSService):
         self._played_until = 0.0
         #: Contexts that failed: their unspoken text does not become part of the conversation.
         self._failed: set[str] = set()
+        #: Text that is not said yet, by the segment that Pipecat announced, and the last segment.
+        self._rests: dict[int | None, str] = {}
+        self._announced: AggregatedTextFrame | None = None
 
     def can_generate_metrics(self) -> bool:
         return True
@@ -171,7 +180,36 @@ class NightjarTTSService(WebsocketTTSService):
             self._played_until = max(self._played_until, self._now()) + frame.num_frames / frame.sample_rate
         elif isinstance(frame, InterruptionFrame):
             self._played_until = 0.0
+            self._rests.clear()
+        elif isinstance(frame, TTSTextFrame):
+            self._add_spaces(frame)
+        elif isinstance(frame, AggregatedTextProgressFrame):
+            self._rests[frame.segment_id] = frame.remaining_text
+            if not frame.remaining_text:
+                del self._rests[frame.segment_id]
+        elif isinstance(frame, AggregatedTextFrame) and frame.will_be_spoken:
+            self._rests[frame.id] = self._space_before(frame) + frame.text
+            self._announced = frame
         await super().push_frame(frame, direction)
+
+    def _add_spaces(self, word: TTSTextFrame) -> None:
+        """Gives a word the spaces before it in its text. Pipecat removes them, and would add one before each word, or
+        before none."""
+        rest = self._rests.get(word.segment_id, " ")
+        space = rest[: len(rest) - len(rest.lstrip())]
+        word.text = space + word.text
+        word.raw_text = word.raw_text and space + word.raw_text
+        word.includes_inter_frame_spaces = True
+
+    def _space_before(self, segment: AggregatedTextFrame) -> str:
+        """The spaces between a segment and the one before, which Pipecat removes from sentences."""
+        if (before := self._announced) is None:
+            return ""
+        space = before.text[len(before.text.rstrip()) :]
+        is_exact = self._is_streaming_tokens and segment.context_id == before.context_id
+        if space or is_exact or segment.text[:1].isspace() or _UNSPACED_END.search(before.text):
+            return space
+        return " "
 
     async def start_word_timestamps(self) -> None:
         """Counts the times of a context from the end of the audio before it, where Pipecat counts them from its
@@ -333,11 +371,7 @@ class NightjarTTSService(WebsocketTTSService):
             # The server counts the audio alone; the listener has also waited for it.
             waited = end - begin - reply.seconds
             starts = [start + waited for start in times["start"]]
-            # Such words have no spaces between them; in a sentence with one, Pipecat adds none.
-            joined = _UNSPACED.search("".join(times["words"])) is not None
-            await self.add_word_timestamps(
-                list(zip(times["words"], starts, strict=True)), context_id, includes_inter_frame_spaces=joined
-            )
+            await self.add_word_timestamps(list(zip(times["words"], starts, strict=True)), context_id)
         elif kind == "flush_done":
             words = reply.texts.popleft().split() if reply.texts else []
             if words and not reply.is_timed:

@@ -69,6 +69,13 @@ def service(
     return NightjarTTSService(base_url=server.url, text_aggregation_mode=mode, settings=chosen)
 
 
+def chinese_talker(
+    chinese_server: NightjarServer, mode: TextAggregationMode | None = None
+) -> NightjarTTSService:
+    settings = NightjarTTSSettings(voice="vivian", extra=SEEDED)
+    return NightjarTTSService(base_url=chinese_server.url, text_aggregation_mode=mode, settings=settings)
+
+
 def saying(*replies: str) -> Script:
     async def script(conversation: Conversation) -> None:
         for count, reply in enumerate(replies, 1):
@@ -96,7 +103,13 @@ def test_a_reply_is_heard_at_the_rate_of_the_pipeline(
 
 
 def said(done: Conversation) -> list[str]:
-    return [frame.text for frame in done.below.of(TTSTextFrame)]
+    return [frame.text.strip() for frame in done.below.of(TTSTextFrame)]
+
+
+def text_of(frames: list[TTSTextFrame]) -> str:
+    """What Pipecat's conversations say after these frames."""
+    assert all(frame.includes_inter_frame_spaces for frame in frames)
+    return "".join(frame.text for frame in frames)
 
 
 @pytest.mark.parametrize("mode", [TextAggregationMode.SENTENCE, TextAggregationMode.TOKEN])
@@ -105,6 +118,7 @@ def test_a_word_becomes_text_of_the_conversation_when_it_is_said(
 ) -> None:
     done = asyncio.run(converse(service(server, mode, extra=SEEDED), saying(REPLY)))
     assert said(done) == REPLY.split()
+    assert text_of(done.below.of(TTSTextFrame)) == REPLY
     begins = [frame.pts or 0 for frame in done.below.of(TTSTextFrame)]
     times = [start for _, start, _ in word_times(server)]
     assert [(begin - begins[0]) / 1e9 for begin in begins] == pytest.approx(
@@ -113,25 +127,21 @@ def test_a_word_becomes_text_of_the_conversation_when_it_is_said(
 
 
 @pytest.mark.parametrize("mode", [TextAggregationMode.SENTENCE, TextAggregationMode.TOKEN])
-def test_characters_of_a_chinese_reply_are_words_without_spaces(
+def test_characters_of_a_chinese_reply_are_words_and_latin_words_keep_their_spaces(
     chinese_server: NightjarServer, mode: TextAggregationMode
 ) -> None:
-    reply = "\u4f60\u597d\uff0c\u6211\u7528Python\u5199\u7a0b\u5e8f\u3002\u518d\u89c1\uff01"
+    reply = "Yes. \u4f60\u597d\uff0c\u6211\u7528Python and Rust\u5199\u7a0b\u5e8f\u3002\u518d\u89c1\uff01"
     context = LLMContext()
 
     async def script(conversation: Conversation) -> None:
         await conversation.say(*reply)
         await conversation.until_replies(1)
 
-    talker = NightjarTTSService(
-        base_url=chinese_server.url,
-        text_aggregation_mode=mode,
-        settings=NightjarTTSSettings(voice="vivian", extra={"generation_config": {"seed": 7}}),
-    )
     behind = [LLMContextAggregatorPair(context).assistant()]
-    done = asyncio.run(converse(talker, script, behind=behind))
+    done = asyncio.run(converse(chinese_talker(chinese_server, mode), script, behind=behind))
     assert done.errors() == []
-    assert len(said(done)) == 10
+    assert len(said(done)) == 13
+    assert text_of(done.below.of(TTSTextFrame)) == reply
     assert [message["content"] for message in context.get_messages()] == [reply]
 
 
@@ -173,7 +183,7 @@ def test_words_after_an_interruption_are_said_with_their_audio(server: NightjarS
 
     done = asyncio.run(converse(service(server), script))
     words = done.below.of(TTSTextFrame)
-    first = next(word for word in words if word.text == "library")
+    first = next(word for word in words if word.text.strip() == "library")
     assert (first.pts or 0) - (words[0].pts or 0) < 20e9, "40 s of speech were not heard"
     assert heard_at[1] - heard_at[0] < 20
 
@@ -184,7 +194,7 @@ def test_without_times_a_sentence_becomes_text_of_the_conversation_behind_its_au
     untimed = service(server, extra={"add_timestamps": False})
     done = asyncio.run(converse(untimed, saying(REPLY)))
     kinds = [
-        frame.text if isinstance(frame, TTSTextFrame) else "audio"
+        frame.text.strip() if isinstance(frame, TTSTextFrame) else "audio"
         for frame in done.below.frames
         if isinstance(frame, TTSTextFrame | TTSAudioRawFrame)
     ]
@@ -198,7 +208,7 @@ def test_without_times_a_text_whose_sentences_the_server_finds_is_said_at_the_en
     untimed = service(server, TextAggregationMode.TOKEN, extra={"add_timestamps": False})
     done = asyncio.run(converse(untimed, saying(REPLY)))
     frames = done.below.of(TTSTextFrame)
-    assert " ".join(frame.text for frame in frames) == REPLY
+    assert text_of(frames) == REPLY
     assert min((frame.pts or 0) / 1e9 for frame in frames) >= len(done.audio()) / 2 / 24_000
 
 
@@ -219,7 +229,7 @@ def test_words_of_a_reply_whose_settings_change_are_all_said(
         await conversation.until_replies(2)
 
     done = asyncio.run(converse(service(server, mode), script))
-    assert " ".join(said(done)).split() == RESTED.split()
+    assert text_of(done.below.of(TTSTextFrame)) == RESTED
 
 
 def test_text_that_could_not_be_spoken_is_not_in_the_conversation_and_the_rest_is_in_order(
@@ -235,7 +245,8 @@ def test_text_that_could_not_be_spoken_is_not_in_the_conversation_and_the_rest_i
 
     done = asyncio.run(converse(service(server), script))
     words = [frame for frame in done.below.of(TTSTextFrame) if frame.append_to_context]
-    assert [frame.text for frame in words] == RESTED.split()
+    assert [frame.text.strip() for frame in words] == RESTED.split()
+    assert text_of(words) == RESTED
     times = [frame.pts or 0 for frame in words]
     assert times == sorted(times)
 
@@ -252,7 +263,7 @@ def test_words_after_a_wait_for_text_are_said_with_their_audio(server: NightjarS
         await conversation.until_replies(1)
 
     done = asyncio.run(converse(service(server), script))
-    pts = {frame.text: (frame.pts or 0) / 1e9 for frame in done.below.of(TTSTextFrame)}
+    pts = {frame.text.strip(): (frame.pts or 0) / 1e9 for frame in done.below.of(TTSTextFrame)}
     # The first sentence takes less than 3 s, and the second one comes a second after its end.
     assert pts["Then"] - pts["morning."] > 1.0
 
@@ -292,6 +303,25 @@ def test_an_interruption_in_a_word_leaves_exactly_the_words_that_were_heard(serv
 
     asyncio.run(converse(service(server, extra=SEEDED), script, behind=behind))
     assert [message["content"] for message in context.get_messages()] == [FIRST]
+
+
+def test_an_interruption_of_a_chinese_reply_leaves_the_beginning_of_its_text(
+    chinese_server: NightjarServer,
+) -> None:
+    reply = "\u7528Python and Rust \u548c C \u5199\u7a0b\u5e8f\u5f88\u5feb\uff01\u518d\u89c1\uff01"
+    loudspeaker, context = Loudspeaker(2.0), LLMContext()
+    behind = [loudspeaker, LLMContextAggregatorPair(context).assistant()]
+
+    async def script(conversation: Conversation) -> None:
+        await conversation.say(*reply)
+        await loudspeaker.reached.wait()
+        await conversation.interrupt()
+        await conversation.below.until(lambda: bool(conversation.below.of(InterruptionFrame)))
+
+    asyncio.run(converse(chinese_talker(chinese_server), script, behind=behind))
+    (heard,) = [str(message["content"]) for message in context.get_messages()]
+    assert reply.startswith(heard)
+    assert "Python and" in heard != reply
 
 
 def test_an_interruption_frees_the_slot_and_the_next_reply_is_heard_whole(

@@ -275,8 +275,9 @@ def test_bad_files_are_one_sentence(content: str, tmp_path: Path) -> None:
 
 def test_a_named_file_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEECH_CONFIG", "missing.toml")
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match=r"missing\.toml.*No such file") as caught:
         load_settings()
+    assert "SPEECH_CONFIG" in caught.value.advice
 
 
 def test_a_secret_never_shows_in_repr_or_errors(monkeypatch: pytest.MonkeyPatch) -> None:

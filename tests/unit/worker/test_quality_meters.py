@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jobs.checks import ENTRY_POINT_GROUP, METERS, missing_libraries, missing_libraries_error
+from jobs.checks import ENTRY_POINT_GROUP, METERS, missing_libraries, missing_libraries_error, missing_weights
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, ModelError, NightjarError
 from pipelines.request import Message, Speech, SynthesisRequest, submit
@@ -112,6 +112,24 @@ class TestMeters:
         with pytest.raises(ModelError, match="faster_whisper") as broken:
             check_weights({"asr": {}}, fetch=False)
         assert broken.value.code is ErrorCode.CONFIG_MISSING_LIBRARY
+
+    @pytest.mark.parametrize("meter", ["align", "asr"])
+    def test_a_model_whose_folder_is_missing_is_refused_without_the_hub(
+        self, tmp_path: Path, meter: str
+    ) -> None:
+        missing = {meter: {"model": str(tmp_path / "missing")}}
+        refusals: list[Callable[[], object]] = [
+            lambda: check_weights(missing, fetch=True),
+            lambda: open_meter(meter, missing[meter]),
+        ]
+        for refuse in refusals:
+            with pytest.raises(ModelError, match="there is no") as caught:
+                refuse()
+            assert caught.value.code is ErrorCode.MODEL_BAD_CHECKPOINT
+            assert f"meters.{meter}.model" in caught.value.advice
+        error = missing_weights(missing, fetch=False)
+        assert error is not None
+        assert error.code is ErrorCode.MODEL_BAD_CHECKPOINT
 
     def test_weights_that_cannot_be_fetched_now_are_an_outage(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
