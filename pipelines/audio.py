@@ -360,14 +360,10 @@ def _with_hashed_serial(data: bytes) -> bytes:
     serial = struct.pack("<I", zlib.crc32(b"".join(pages)))
     for page in pages:
         page[_OGG_SERIAL] = serial
-        page[_OGG_CHECKSUM] = struct.pack("<I", _ogg_checksum(page))
+        # Ogg's CRC-32: zlib's polynomial with reversed bits in each byte, starting at 0, without inversion.
+        register = zlib.crc32(page.translate(_REVERSED_BITS), 0xFFFFFFFF) ^ 0xFFFFFFFF
+        page[_OGG_CHECKSUM] = struct.pack("<I", int(f"{register:032b}"[::-1], 2))
     return b"".join(pages)
-
-
-def _ogg_checksum(page: bytearray) -> int:
-    """Ogg's CRC-32: zlib's polynomial with reversed bits in each byte, starting at 0, without inversion."""
-    register = zlib.crc32(page.translate(_REVERSED_BITS), 0xFFFFFFFF) ^ 0xFFFFFFFF
-    return int(f"{register:032b}"[::-1], 2)
 
 
 def peak(samples: Samples) -> float:

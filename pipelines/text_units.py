@@ -197,7 +197,18 @@ def _sentence_cut(text: str) -> int | None:
     end = _sentence_end(window, certain=full)
     if end is not None and end <= MAX_UNIT_CHARACTERS:
         return end
-    return _cut(window) if full else None
+    if not full:
+        return None
+    # It is cut after a comma in its second half, else between words, else between characters.
+    half = MAX_UNIT_CHARACTERS // 2
+    for pattern, minimum in ((_SOFT_END, half), (_SPACE, 0)):
+        ends = [
+            found.end() for found in pattern.finditer(window, 0, MAX_UNIT_CHARACTERS) if found.end() > minimum
+        ]
+        ends = [end for end in ends if not _belong_together(window[end - 1], window[end])]
+        if ends:
+            return ends[-1]
+    return _between_characters(window, MAX_UNIT_CHARACTERS, half)
 
 
 def _ends(window: str, found: re.Match[str]) -> bool | None:
@@ -232,20 +243,6 @@ def _ends(window: str, found: re.Match[str]) -> bool | None:
     if _SHORT_FORM.fullmatch(short) or "." in word:
         return rest[0].isupper() if rest else None
     return True
-
-
-def _cut(window: str) -> int:
-    """Where a sentence that is too long is cut: after a comma in its second half, else between words, else
-    between characters."""
-    half = MAX_UNIT_CHARACTERS // 2
-    for pattern, minimum in ((_SOFT_END, half), (_SPACE, 0)):
-        ends = [
-            found.end() for found in pattern.finditer(window, 0, MAX_UNIT_CHARACTERS) if found.end() > minimum
-        ]
-        ends = [end for end in ends if not _belong_together(window[end - 1], window[end])]
-        if ends:
-            return ends[-1]
-    return _between_characters(window, MAX_UNIT_CHARACTERS, half)
 
 
 def _is_sentence(text: str) -> bool:

@@ -93,7 +93,18 @@ class Demand:
         slots = self.slots()
         if slots == 0:
             return max(held, SHARDS_AT_START)
-        more = math.ceil(max(0, self._missing(slots, unclaimed)) / self._typical(slots))
+        with self._lock:
+            # Estimated items of the next shard; before the first claim, the slots and the reserve.
+            typical = max(1, round(statistics.median(self._recent))) if self._recent else 2 * slots
+            # All held shards, and the answered items of ended ones.
+            held_items = [ItemCounts(0, self._answered_before, 0), *[counts() for counts in self._held]]
+        open_items, answered, writing = map(sum, zip(*held_items, strict=True))
+        #: Items needed to cover slots and reserve; zero or less if there are enough.
+        missing = 0
+        if writing < MAX_WRITING_ITEMS:
+            reserve = max(slots, min(RESERVE_ITEMS, math.ceil(self._speed(answered) * RESERVE_SECONDS)))
+            missing = slots + reserve - open_items - unclaimed * typical
+        more = math.ceil(max(0, missing) / typical)
         return min(MAX_SHARDS, max(held + more, 1))
 
     def taken(self) -> None:
@@ -124,25 +135,6 @@ class Demand:
         with self._lock:
             claimed = len(self._held)
             return max(0, self._taken - claimed), max(self._taken, claimed)
-
-    def _missing(self, slots: int, unclaimed: int) -> int:
-        """Items needed to cover slots and reserve; zero or less if there are enough."""
-        counts = self._counts()
-        if counts.writing >= MAX_WRITING_ITEMS:
-            return 0
-        reserve = max(slots, min(RESERVE_ITEMS, math.ceil(self._speed(counts.answered) * RESERVE_SECONDS)))
-        return slots + reserve - counts.open - unclaimed * self._typical(slots)
-
-    def _typical(self, slots: int) -> int:
-        """Estimated number of items of the next shard; before the first claim, the slots and the reserve."""
-        with self._lock:
-            return max(1, round(statistics.median(self._recent))) if self._recent else 2 * slots
-
-    def _counts(self) -> ItemCounts:
-        """The sum over all held shards, including the answered items of ended shards."""
-        with self._lock:
-            held = [ItemCounts(0, self._answered_before, 0), *[counts() for counts in self._held]]
-        return ItemCounts(*map(sum, zip(*held, strict=True)))
 
     def _speed(self, answered: int) -> float:
         """Items answered by the engine per second."""

@@ -155,7 +155,10 @@ class Night:
             return
         try:
             if self.job is not None and self.state in ENDED_BADLY:
-                if again or self._has_another_file(self.job):
+                if not again:
+                    with open_source(input_of(self.schedule, self.night), self.settings.s3) as opened:
+                        again = opened.sha256 != self.job.input_sha256
+                if again:
                     self.job = self._submit(number + 1)
             elif self.state in {None, JobState.INGESTING}:
                 self.job = self._submit(number)
@@ -246,11 +249,6 @@ class Night:
         ).job
         remember_if_embedded(job.id, self.settings)
         return job
-
-    def _has_another_file(self, job: Job) -> bool:
-        """Whether the night's file differs from the file of the job. Raises `NightjarError`."""
-        with open_source(input_of(self.schedule, self.night), self.settings.s3) as opened:
-            return opened.sha256 != job.input_sha256
 
     def _written(self, jobs: Sequence[Job], format: str) -> Dataset:
         """Writes an export or report. A failure is only recorded in the result."""

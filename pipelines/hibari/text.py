@@ -154,7 +154,13 @@ class EnglishReader:
         for sentence in self.voice.split_sentences(readable(text)):
             if is_stopped():
                 return
-            held += self._phonemes(_marked(sentence, pronunciations))
+            marked = _marked(sentence, pronunciations)
+            try:
+                held += [piece for chunk in self.voice.phonemize(marked) for piece in _between_words(chunk)]
+            except Exception as error:
+                # The grapheme model fails with bare IndexError, ValueError and others on numbers it has no
+                # words for.
+                raise _unpronounceable(f"The voice cannot read this text ({error}).") from error
             if owners is not None:
                 owners += self._owners(sentence, written, pronunciations)
             pronounced = pronounced or any(phoneme in PHONES for chunk in held for phoneme in chunk)
@@ -163,14 +169,6 @@ class EnglishReader:
                 held = []
         if not pronounced and not is_stopped():
             raise _nothing_to_say()
-
-    def _phonemes(self, sentence: str) -> list[str]:
-        try:
-            return [piece for chunk in self.voice.phonemize(sentence) for piece in _between_words(chunk)]
-        except Exception as error:
-            # The grapheme model fails with bare IndexError, ValueError and others on numbers it has no words
-            # for.
-            raise _unpronounceable(f"The voice cannot read this text ({error}).") from error
 
     def _owners(
         self, sentence: str, written: Iterator[int], pronunciations: WholeWords | None

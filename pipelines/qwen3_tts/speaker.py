@@ -443,18 +443,19 @@ class VoiceCache:
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
         `SynthesisError` (`synth.oom`) if the device has too little memory.
         """
-        return self._kept.get(recording, in_context, lambda: self._make(recording, in_context, patience))
-
-    def _make(self, recording: Recording, in_context: bool, patience: float) -> PreparedVoice:
         encode = partial(self._encode, recording, in_context, patience)
-        variant = "in context" if in_context else "vector"
-        found: dict[str, Any] = self._files.get(recording, variant, encode) if self._files else encode()
-        vector = found["vector"]
-        codes = found.get("codes")
-        if codes is None:
-            return PreparedVoice(vector)
-        decoder = self._decoder
-        return PreparedVoice(vector, codes, decoder and decoder.state_after(torch.from_numpy(codes)))
+
+        def make() -> PreparedVoice:
+            variant = "in context" if in_context else "vector"
+            found: dict[str, Any] = self._files.get(recording, variant, encode) if self._files else encode()
+            vector = found["vector"]
+            codes = found.get("codes")
+            if codes is None:
+                return PreparedVoice(vector)
+            decoder = self._decoder
+            return PreparedVoice(vector, codes, decoder and decoder.state_after(torch.from_numpy(codes)))
+
+        return self._kept.get(recording, in_context, make)
 
     def _encode(self, recording: Recording, in_context: bool, patience: float) -> dict[str, NDArray[Any]]:
         """`vector`: float32 [talker hidden]; in context `codes` too: int64 [frames, codebooks]."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -165,7 +165,15 @@ async def answer(serving: Serving, body: ChatBody, permit: Permit, request_id: s
                 yield beginning + delta({"content": speech})
                 beginning = b""
     assert isinstance(speech, Speech)
-    audio = await asyncio.to_thread(_audio, speech, _FORMATS[body.audio.format], created)
+    audio: JsonObject | None = None
+    if len(speech.samples):
+        kind = _FORMATS[body.audio.format]
+        audio = {
+            "id": f"audio-{secrets.token_hex(12)}",
+            "data": await asyncio.to_thread(whole_file, speech.samples, speech.sample_rate, kind),
+            "expires_at": created + _AUDIO_LIFE_SECONDS,
+            "transcript": speech.text_out or "",
+        }
     serving.metrics.audio_sent(len(speech.samples) / speech.sample_rate)
     finish = "length" if speech.meta.get("finish") == "length" else "stop"
     if body.stream:
@@ -213,31 +221,25 @@ def _request(serving: Serving, body: ChatBody, request_id: str) -> SynthesisRequ
     is_default = body.audio.voice == DEFAULT_VOICE and DEFAULT_VOICE not in capabilities.voices
     seconds = serving.options.max_audio_seconds
     messages = tuple(message for turn in body.messages for message in _messages(turn, seconds))
-    settings = {**body.settings(), **xargs.settings(), "mode": _mode(body, capabilities.modes)}
+    # By default text only, if the model has that mode.
+    mode = xargs.mode
+    if mode is None and body.modalities is not None:
+        mode = "text_audio" if "audio" in body.modalities else "text_only"
+    mode = mode or ("text_only" if "text_only" in capabilities.modes else None)
+    for name in _XARG_ONLY_WITH_AUDIO if mode == "text_only" else ():
+        value = getattr(xargs, name)
+        if value is not None and not (name == "cfg" and 0 <= value <= 1):
+            raise bad_request(
+                f"`{name}` is a setting of audio, and the mode text_only makes none. Remove it, or set mode to text_audio.",
+                ErrorCode.INPUT_BAD_GENERATION,
+                f"vllm_xargs.{name}",
+            )
+    settings = {**body.settings(), **xargs.settings(), "mode": mode}
     if body.max_completion_tokens is not None:
         settings["max_tokens"] = body.max_completion_tokens
     settings["audio_top_k"] = None if xargs.audio_topk is None else max(xargs.audio_topk, 0)
     generation = Generation(voice=None if is_default else body.audio.voice, **settings)
     return SynthesisRequest(request_id, messages, generation, body.seed_or_new())
-
-
-def _mode(body: ChatBody, modes: Sequence[Mode]) -> Mode | None:
-    """The requested mode; by default text only, if the model has that mode. Raises `ApiError` for audio
-    settings in a request without audio."""
-    mode = body.vllm_xargs.mode
-    if mode is None and body.modalities is not None:
-        mode = "text_audio" if "audio" in body.modalities else "text_only"
-    mode = mode or ("text_only" if "text_only" in modes else None)
-    if mode == "text_only":
-        for name in _XARG_ONLY_WITH_AUDIO:
-            value = getattr(body.vllm_xargs, name)
-            if value is not None and not (name == "cfg" and 0 <= value <= 1):
-                raise bad_request(
-                    f"`{name}` is a setting of audio, and the mode text_only makes none. Remove it, or set mode to text_audio.",
-                    ErrorCode.INPUT_BAD_GENERATION,
-                    f"vllm_xargs.{name}",
-                )
-    return mode
 
 
 def _messages(turn: ChatMessage, max_seconds: float) -> Iterator[Message]:
@@ -255,18 +257,6 @@ def _messages(turn: ChatMessage, max_seconds: float) -> Iterator[Message]:
             )
         audio = part.audio_url.url if part.audio_url else part.input_audio.data if part.input_audio else ""
         yield Message(role, "audio", read_audio(audio, max_seconds))
-
-
-def _audio(speech: Speech, kind: SpeechFormat, created: int) -> JsonObject | None:
-    """`message.audio`, or None if there is no audio."""
-    if not len(speech.samples):
-        return None
-    return {
-        "id": f"audio-{secrets.token_hex(12)}",
-        "data": whole_file(speech.samples, speech.sample_rate, kind),
-        "expires_at": created + _AUDIO_LIFE_SECONDS,
-        "transcript": speech.text_out or "",
-    }
 
 
 def _usage(speech: Speech) -> dict[str, int] | None:

@@ -115,10 +115,10 @@ class ServerMetrics:
             "Time from the first byte of a request to the first byte of its streamed audio.",
             ["route"],
         )
-        self._underruns = counter(
+        underruns = counter(
             "speech_stream_underruns", "Chunks too late for a player that starts at the first one."
         )
-        self._underrun_seconds = counter(
+        underrun_seconds = counter(
             "speech_stream_underrun_seconds", "Seconds that such players had nothing to play."
         )
         #: Counts seconds of speech.
@@ -143,12 +143,13 @@ class ServerMetrics:
         admission.admitted = histogram(
             "speech_queue_seconds", "Time that a request waits for a slot."
         ).observe
-        model.on_underrun = self._count_underrun
+
+        def count_underrun(seconds: float) -> None:
+            underruns.inc()
+            underrun_seconds.inc(seconds)
+
+        model.on_underrun = count_underrun
 
     def first_audio(self, route: str, seconds: float) -> None:
         """Records the time to the first audio of a stream."""
         self._first.labels(route=route).observe(seconds)
-
-    def _count_underrun(self, seconds: float) -> None:
-        self._underruns.inc()
-        self._underrun_seconds.inc(seconds)

@@ -118,7 +118,16 @@ class RequestMiddleware:
         if not (is_http or (scope["type"] == "websocket" and route_of(path) in WEBSOCKETS)):
             raise ApiError(404, "Not Found.", "not_found")
         if not self._keys:
-            self._check_host(headers)
+            # Otherwise the pages of an attacker, whose own domain points to this machine, could send requests to
+            # it (DNS rebinding).
+            host = headers.get(b"host", b"").decode("latin-1").lower()
+            name = re.sub(r":\d*$", "", host).removeprefix("[").removesuffix("]")
+            if name not in self._hosts and not is_loopback(name):
+                raise ApiError(
+                    403,
+                    f"This server has no key, and {host[:100]!r} is not a name of this machine. Set SPEECH_SERVE__ALLOWED_HOSTS or a key.",
+                    "host_forbidden",
+                )
             # Browsers let any page open a WebSocket to any server.
             origin = b"" if is_http else headers.get(b"origin", b"")
             if origin and origin.partition(b"://")[2] != headers.get(b"host", b""):
@@ -148,18 +157,6 @@ class RequestMiddleware:
                 415,
                 "The content type of the body is not JSON. Send `Content-Type: application/json`.",
                 "unsupported_media_type",
-            )
-
-    def _check_host(self, headers: Headers) -> None:
-        """Raises `ApiError` (403) for a foreign host name. Otherwise the pages of an attacker, whose own domain
-        points to this machine, could send requests to it (DNS rebinding)."""
-        host = headers.get(b"host", b"").decode("latin-1").lower()
-        name = re.sub(r":\d*$", "", host).removeprefix("[").removesuffix("]")
-        if name not in self._hosts and not is_loopback(name):
-            raise ApiError(
-                403,
-                f"This server has no key, and {host[:100]!r} is not a name of this machine. Set SPEECH_SERVE__ALLOWED_HOSTS or a key.",
-                "host_forbidden",
             )
 
     def _check_key(self, headers: Headers, *more_keys: bytes) -> None:

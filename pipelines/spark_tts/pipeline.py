@@ -212,9 +212,7 @@ def open_stage(codec: BiCodec | None, reproducible: bool = False) -> CodecStage:
 class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
     """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`."""
 
-    def __init__(
-        self, parts: Parts, stage: CodecStage, host: TokenHost, keep_unfinished: bool = False
-    ) -> None:
+    def __init__(self, parts: Parts, stage: CodecStage, host: TokenHost, keep_unfinished: bool) -> None:
         self.parts = parts
         self.config = parts.config
         self.name = self.config.folder.name

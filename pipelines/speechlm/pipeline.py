@@ -28,7 +28,7 @@ from pipelines.errors import (
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
 from pipelines.options import TokenModelOptions, read_options
 from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
-from pipelines.request import AudioChunk, Generation, IntArray, Message, Speech, SynthesisRequest
+from pipelines.request import AudioChunk, IntArray, Message, Speech, SynthesisRequest
 from pipelines.results import FinishedCodes, RequestInfo, SpeechPipeline, StageDecoder, Utterance
 from pipelines.speechlm.audio_encoder import SAMPLE_RATE, AudioEncoder, load_tower
 from pipelines.speechlm.codec import Xcodec, XcodecDecoder, frame_samples, load_codec
@@ -287,14 +287,18 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         if generation.max_seconds is not None:
             # Audio ends `delay` rows after its last frame began.
             max_rows = frames_within(generation.max_seconds, self._frames_per_second, max_rows) + config.delay
-        text, audio = self._sampling(generation)
+        top_p = or_default(generation.top_p, 1.0)
+        text = or_default(generation.text_temperature, generation.temperature, config.text_temperature)
+        audio = or_default(generation.audio_temperature, generation.temperature, config.audio_temperature)
+        text_top_k = or_default(generation.top_k, config.text_topk)
+        audio_top_k = or_default(generation.audio_top_k, generation.top_k, config.audio_topk)
         script = Script(
             request.request_id,
             prompt.ids,
             min(or_default(generation.max_tokens, _STEPS[mode]), room),
             request.seed,
-            text,
-            audio,
+            StreamSampling(bounded(text), min(text_top_k, MAX_TOP_K), top_p),
+            StreamSampling(bounded(audio), min(audio_top_k, MAX_TOP_K), top_p),
             with_audio=mode == "text_audio",
             cfg=bounded(or_default(generation.cfg, 1.0)),
             min_rows=self._options.min_rows,
@@ -306,19 +310,6 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         keep = self._options.keep_unfinished
         info = SpeechLmRequestInfo(task.text, self.sample_rate, meta, keep, config, self.coder, script)
         return script.text_request(config), info
-
-    def _sampling(self, generation: Generation) -> tuple[StreamSampling, StreamSampling]:
-        """The sampling of the text and of the audio."""
-        config = self.config
-        top_p = or_default(generation.top_p, 1.0)
-        text = or_default(generation.text_temperature, generation.temperature, config.text_temperature)
-        audio = or_default(generation.audio_temperature, generation.temperature, config.audio_temperature)
-        text_top_k = or_default(generation.top_k, config.text_topk)
-        audio_top_k = or_default(generation.audio_top_k, generation.top_k, config.audio_topk)
-        return (
-            StreamSampling(bounded(text), min(text_top_k, MAX_TOP_K), top_p),
-            StreamSampling(bounded(audio), min(audio_top_k, MAX_TOP_K), top_p),
-        )
 
     def _features(self, messages: list[Message]) -> tuple[list[Tensor], str | None]:
         """Features of every recording, in order, and a digest of the recordings. Raises `InputError` for

@@ -35,19 +35,15 @@ class _GivenConfig(ConfigParserBase):
 
 def register() -> None:
     """Registers Nightjar's models in vLLM, and binds its processes to their parent. May be called more than once."""
-    _die_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent is not None and multiprocessing.current_process().name.startswith(_CHILDREN):
+        # Otherwise an engine core would keep its GPU after the worker was killed.
+        die_with_parent()
+        if os.getppid() != parent.pid:
+            os._exit(1)
     known = ModelRegistry.get_supported_archs()
     for family in FAMILIES:
         if family.vllm_model and architecture(family.vllm_model) not in known:
             ModelRegistry.register_model(
                 architecture(family.vllm_model), f"pipelines.{family.name}.vllm_model:{family.vllm_model}"
             )
-
-
-def _die_with_parent() -> None:
-    """Ends an engine core with its parent: otherwise it would keep its GPU after the worker was killed."""
-    parent = multiprocessing.parent_process()
-    if parent is not None and multiprocessing.current_process().name.startswith(_CHILDREN):
-        die_with_parent()
-        if os.getppid() != parent.pid:
-            os._exit(1)

@@ -168,19 +168,17 @@ def error_rates(asked: str, transcript: str, language: str = "") -> dict[str, Re
     wanted, found = (_words(normal(text)) for text in (asked, transcript))
     if not wanted:
         return {}
-    letters, unspaced = "".join(wanted), language_code(language) in UNSPACED
-    min_letters = MIN_UNSPACED if unspaced else MIN_CHARACTERS
-    detail = transcript[:MAX_TRANSCRIPT_CHARACTERS]
-    rates = {
-        "cer": Reading(
-            Levenshtein.distance(letters, "".join(found)) / len(letters), detail, len(letters) >= min_letters
-        )
+    compared: dict[str, tuple[Sequence[str], Sequence[str], int]] = {
+        "cer": ("".join(wanted), "".join(found), MIN_CHARACTERS),
+        "wer": (wanted, found, MIN_WORDS),
     }
-    if not unspaced:
-        rates["wer"] = Reading(
-            Levenshtein.distance(wanted, found) / len(wanted), detail, len(wanted) >= MIN_WORDS
-        )
-    return rates
+    if language_code(language) in UNSPACED:
+        compared = {"cer": (*compared["cer"][:2], MIN_UNSPACED)}
+    detail = transcript[:MAX_TRANSCRIPT_CHARACTERS]
+    return {
+        name: Reading(Levenshtein.distance(asked, heard) / len(asked), detail, len(asked) >= minimum)
+        for name, (asked, heard, minimum) in compared.items()
+    }
 
 
 def _spoken_signs(text: str) -> str:

@@ -198,15 +198,13 @@ def judged(
     failed = [(name, score, quality.bounds[name]) for name, score in scores.items() if score.passed is False]
     code = code_of(failed[0][0]) if failed else None
     record = Draw(number, seed, code, kept=not failed, duration_ms=speech.duration_ms, scores=scores)
-    rank = (len(failed), sum(_excess(*one) for one in failed))
-    return CheckedDraw(record, speech, "; ".join(_explained(*one) for one in failed), rank)
-
-
-def _excess(name: str, score: Score, bound: Bound) -> float:
-    if score.value is None:
-        return 0.0
     # A duration is judged mainly by the voice's pace, so its distance is measured from the expected ratio of 1.
-    return abs(score.value - 1.0) if name == "duration" else bound.excess(score.value)
+    excess = sum(
+        abs(score.value - 1.0) if name == "duration" else bound.excess(score.value)
+        for name, score, bound in failed
+        if score.value is not None
+    )
+    return CheckedDraw(record, speech, "; ".join(_explained(*one) for one in failed), (len(failed), excess))
 
 
 def _explained(name: str, score: Score, bound: Bound) -> str:
