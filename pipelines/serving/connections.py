@@ -202,7 +202,10 @@ class HttpProtocol(Connection, H11Protocol):
         if self._connections.enter(self):
             self._expect_headers()
         else:
-            transport.write(_refusal())
+            error = unavailable("The server has no free connection. Try again.", "too_many_connections")
+            body = json.dumps(error.view()).encode()
+            head = f"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            transport.write(f"{head}retry-after: 5\r\nconnection: close\r\n\r\n".encode() + body)
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -379,10 +382,3 @@ def connection_limit(maximum: int) -> int:
         maximum,
     )
     return room
-
-
-def _refusal() -> bytes:
-    error = unavailable("The server has no free connection. Try again.", "too_many_connections")
-    body = json.dumps(error.view()).encode()
-    head = f"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    return f"{head}retry-after: 5\r\nconnection: close\r\n\r\n".encode() + body
