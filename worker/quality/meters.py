@@ -8,13 +8,13 @@ import re
 import sys
 import types
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import distribution, entry_points
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,17 +105,6 @@ def torch_device(device: str, threads: int) -> str:
         torch.cuda.set_per_process_memory_fraction(min(1.0, GPU_BYTES / torch.cuda.mem_get_info()[1]))
         torch.set_float32_matmul_precision("high")
     return device
-
-
-def number_type(compute_type: str, device: str) -> Any:
-    """The data type of torch that a meter computes in: `float16` or `float32`; by default float16 on a GPU, which has the
-    precision of the GPU's products of float32 and takes half of their time. Raises `TypeError` for another one."""
-    import torch
-
-    name = compute_type or ("float32" if device == "cpu" else "float16")
-    if name not in ("float16", "float32"):
-        raise TypeError(f"compute_type is {name!r:.80}, not float16 or float32")
-    return getattr(torch, name)
 
 
 #: Languages without spaces between words, for which a word error rate is meaningless.
@@ -322,18 +311,15 @@ def longest_pause(active: NDArray[np.bool_]) -> int:
 
 class DistillMosMeter:
     """Score `distillmos`: naturalness from 1 to 5 by DistillMOS (Stahl and Gamper, 2025), a small model distilled from
-    XLS-R: the mean over segments."""
+    XLS-R: the mean over segments, in float32."""
 
-    #: Samples of a segment, and the most between the starts of two.
-    SEGMENT, HOP = 122_880, 16_000
-    #: Bytes of a number -> segments that are scored at once.
-    AT_ONCE: ClassVar = {2: 32, 4: 8}
+    #: Samples of a segment, the most between the starts of two, and the segments that are scored at once.
+    SEGMENT, HOP, AT_ONCE = 122_880, 16_000, 8
 
-    def __init__(self, device: str = "auto", threads: int = 1, compute_type: str = "") -> None:
+    def __init__(self, device: str = "auto", threads: int = 1) -> None:
         import torch
 
         self._torch, self._device = torch, torch_device(device, threads)
-        self._type = number_type(compute_type, self._device)
         # Only the command line of distillmos uses torchaudio, which is not available for every torch, so an empty module
         # replaces torchaudio during the import.
         is_replaced = "torchaudio" not in sys.modules
@@ -347,21 +333,14 @@ class DistillMosMeter:
         self._model: Any = ConvTransformerSQAModel(segmenting_in_forward=False).eval().to(self._device)
 
     def measure(self, utterance: Utterance) -> Readings:
-        return self.measure_batch([utterance])[0]
-
-    def measure_batch(self, utterances: Sequence[Utterance]) -> Sequence[Readings]:
-        pieces = list[NDArray[np.float32]]()
-        for audio in (one.resampled() for one in utterances):
-            beyond = max(0, len(audio) - self.SEGMENT)
-            padded = np.pad(audio, (0, self.SEGMENT + beyond - len(audio)))
-            starts = (np.linspace(0, 1, -(-beyond // self.HOP) + 1) * beyond).astype(int)
-            pieces.append(np.stack([padded[at : at + self.SEGMENT] for at in starts]))
-        segments = self._torch.from_numpy(np.concatenate(pieces)).split(self.AT_ONCE[self._type.itemsize])
-        kind, half = self._torch.device(self._device).type, self._torch.float16
-        # Its spectrum stays in float32.
-        with self._torch.inference_mode(), self._torch.autocast(kind, half, self._type == half):
-            scores = self._torch.cat([self._model(some.to(self._device)).float() for some in segments]).cpu()
-        return [{"distillmos": (own.mean().item(), "")} for own in scores.split([len(own) for own in pieces])]
+        audio = utterance.resampled()
+        beyond = max(0, len(audio) - self.SEGMENT)
+        audio = np.pad(audio, (0, self.SEGMENT + beyond - len(audio)))
+        starts = (np.linspace(0, 1, -(-beyond // self.HOP) + 1) * beyond).astype(int)
+        segments = self._torch.from_numpy(np.stack([audio[at : at + self.SEGMENT] for at in starts]))
+        with self._torch.inference_mode():
+            scores = [self._model(some.to(self._device)) for some in segments.split(self.AT_ONCE)]
+        return {"distillmos": (self._torch.cat(scores).mean().item(), "")}
 
 
 class DnsMosMeter:

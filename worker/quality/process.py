@@ -37,7 +37,7 @@ DRAW_SECONDS, DRAW_SECONDS_PER_SECOND = 60.0, 10.0
 #: engine is not fed.
 MAX_WAITING, MAX_SAMPLES = 1024, 1 << 28
 #: Maximum number of draws that a process measures at once.
-BATCH = 32
+BATCH = 16
 #: Maximum number of processes by default; with a GPU, since each takes `GPU_BYTES` of it.
 MAX_PROCESSES, MAX_ON_GPU = 8, 4
 #: If meters hang on this number of consecutive items, the meters are assumed to be the cause, not the items.

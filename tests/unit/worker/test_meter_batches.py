@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -12,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rapidfuzz.distance import Levenshtein
-from safetensors.torch import load_file, save_file
 
 from benchmarks.checkpoint import write_ctc
 from jobs.checks import Bound, Option
@@ -81,55 +78,6 @@ def test_a_draw_alone_gets_what_it_gets_in_a_batch(
             for score, (value, detail, *more) in readings.items():
                 assert value == pytest.approx(alone[score][0], abs=TOLERANCES[name]), (one.text, score)
                 assert (detail, *more) == (*alone[score][1:],)
-
-
-@pytest.mark.parametrize(("name", "most"), [("align", 0.02), ("asr", 1), ("distillmos", 0.01)])
-def test_half_precision_hears_what_single_precision_hears(
-    spoken: list[Utterance], name: str, most: float
-) -> None:
-    """Of `asr` one letter may differ, where the model finds two letters about equally likely."""
-    if name == "distillmos" and find_spec("distillmos") is None:
-        pytest.skip("distillmos is not installed")
-    own: dict[str, Option] = {} if name == "distillmos" else {"model": str(ALIGNER)}
-    some, found = spoken[:3], list[Sequence[Readings]]()
-    for kind in ("float16", "float32"):
-        meter = open_meter(name, {**own, "device": "cpu", "compute_type": kind})
-        # More than one batch of either type.
-        copies = 24 if name == "asr" else 1
-        found.append(meter.measure_batch(some * copies)[: len(some)])  # type: ignore[attr-defined]
-    for half, single in zip(*found, strict=True):
-        assert half.keys() == single.keys() != set()
-        for score, (value, detail, *_) in half.items():
-            if name == "asr":
-                assert Levenshtein.distance(detail, single[score][1]) <= most
-            else:
-                assert (value, detail) == (pytest.approx(single[score][0], abs=most), single[score][1])
-
-
-def test_a_model_that_is_too_large_for_half_precision_hears_in_single_precision(
-    spoken: list[Utterance], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(ALIGNER, tmp_path / "aligner")
-    weights = load_file(folder / "model.safetensors")
-    for name, one in weights.items():
-        if name.startswith("lm_head"):
-            weights[name] = one * 2e4
-    save_file(weights, folder / "model.safetensors")
-    options: dict[str, Option] = {"model": str(folder), "device": "cpu"}
-    half, single = (
-        open_meter("asr", {**options, "compute_type": kind}).measure(spoken[1])
-        for kind in ("float16", "float32")
-    )
-    assert Levenshtein.distance(half["cer"][1], single["cer"][1]) <= 1
-    assert single["cer"][1]
-
-
-@pytest.mark.parametrize("name", ["align", "asr", "distillmos"])
-@pytest.mark.parametrize("kind", ["float8", 16])
-def test_a_compute_type_that_is_not_there_is_named(name: str, kind: Option) -> None:
-    options = {} if name == "distillmos" else {"model": str(ALIGNER)}
-    with pytest.raises(ModelError, match=f"compute_type is '?{kind}'?, not float16 or float32"):
-        open_meter(name, {**options, "device": "cpu", "compute_type": kind})
 
 
 def test_distillmos_scores_speech_as_its_package_does(spoken: list[Utterance]) -> None:
