@@ -35,7 +35,7 @@ class RunawayGuard:
         self._codes[slot], self._counts[slot] = -1, 0
         self._left[slot] = np.iinfo(np.int64).max if longest is None else longest
 
-    def record(self, slots: Sequence[int], codes: IntArray) -> list[int]:
+    def record(self, slots: Sequence[int] | IntArray, codes: IntArray) -> list[int]:
         """Adds the frames of a turn, codes [frames, slots], and returns the indices of slots that run away."""
         rows = np.asarray(slots, np.int64)
         past = self._codes[rows]
