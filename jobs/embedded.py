@@ -138,7 +138,9 @@ class EmbeddedHome:
         try:
             self.stop(0.0)
         finally:
-            self.ledger.close()
+            # An interrupted import of the ledger is not tried again.
+            if "ledger" in self.__dict__:
+                self.ledger.close()
             os.close(self._lock)
 
     def check_place(self) -> None:

@@ -77,7 +77,7 @@ class ModelOpener:
             return open_pipeline(self.model, **self.options)
         process = open_engine_process(self.model, self.options, self.settings)
         wanted = self.settings.serve.spare_process
-        if has_gpu() if wanted is None else wanted:
+        if self.model not in _spares and (has_gpu() if wanted is None else wanted):
             # A new engine is needed soon more than it is needed with all graphs.
             self.options |= {"few_graphs": True} if "streams" in self.options else {}
             _spares[self.model] = EngineProcess(

@@ -427,7 +427,7 @@ def load_settings(**overrides: Any) -> Settings:
     layers = (
         (
             file.name,
-            read_toml(file, "configuration file", "SPEECH_CONFIG") if file_name or file.exists() else {},
+            read_toml(file, "configuration file", "SPEECH_CONFIG", required=bool(file_name)),
         ),
         (".env", _read_variables(_dotenv(), ".env")),
         ("environment", _read_variables(os.environ, "environment")),
@@ -445,11 +445,14 @@ def load_settings(**overrides: Any) -> Settings:
     return settings
 
 
-def read_toml(path: Path, name: str, option: str) -> JsonObject:
-    """The tables of a TOML file that `option` gives. Raises `config.invalid`."""
+def read_toml(path: Path, name: str, option: str, required: bool = True) -> JsonObject:
+    """The tables of a TOML file that `option` gives, none of a missing one that is not required. Raises
+    `config.invalid`."""
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
+        if not required and isinstance(error, FileNotFoundError):
+            return {}
         raise invalid(
             f"The {name} {path} cannot be read: {getattr(error, 'strerror', error)}.",
             f"Make it a readable TOML file, or correct {option}.",

@@ -141,8 +141,11 @@ class PipelineCache:
 
     def close(self) -> None:
         """Closes the pipeline. Idempotent."""
-        self._closed = True
-        for pipeline in self.pipelines():
+        # A model that is being opened is waited for, and closed too.
+        with self._changed:
+            self._closed = True
+            opened = self.pipelines()
+        for pipeline in opened:
             self.discard(pipeline)
 
     def _has_room(self, model: str, decodes: bool) -> bool:

@@ -88,10 +88,10 @@ class EngineCore:
         #: [slots]: number of frames read of each slot's utterance, and the number up to which they are only kept.
         self._made = np.zeros(slots, np.int64)
         self._kept_until = np.zeros(slots, np.int64)
-        #: int32 [slots, frames, codebooks] and float32 [slots, frames]: the frames that were read, and their log
-        #: probabilities. Memory is only used up to the longest utterance of each slot.
-        self._codes = np.zeros((slots, options.max_context, 0), np.int32)
-        self._log_probabilities = np.zeros((slots, options.max_context), np.float32)
+        #: int32 [frames, slots, codebooks] and float32 [frames, slots]: the frames that were read, and their log
+        #: probabilities. Memory is only used up to the longest utterance.
+        self._codes = np.zeros((options.max_context, slots, 0), np.int32)
+        self._log_probabilities = np.zeros((options.max_context, slots), np.float32)
         self._guard = RunawayGuard(slots, options.frame_seconds) if options.runaway_guard else None
 
     @property
@@ -318,8 +318,8 @@ class EngineCore:
         kept = current & (made + count < self._kept_until[slots]) & ~result.flags.any(axis=0)
         at, made = slots[kept], made[kept]
         for frame in range(count):
-            self._codes[at, made + frame] = result.codes[frame, kept]
-            self._log_probabilities[at, made + frame] = result.log_probabilities[frame, kept]
+            self._codes[made + frame, at] = result.codes[frame, kept]
+            self._log_probabilities[made + frame, at] = result.log_probabilities[frame, kept]
         self._made[at] += count
         self.frames_made += count * len(at)
         for row in np.flatnonzero(current & ~kept).tolist():
@@ -342,7 +342,7 @@ class EngineCore:
     def _take(self, utterance: Utterance, result: FrameCodes, row: int) -> None:
         """Receives the frames of one row, up to the end of its utterance."""
         slot, flags = utterance.slot, result.flags[:, row]
-        codes, log_probabilities = self._codes[slot], self._log_probabilities[slot]
+        codes, log_probabilities = self._codes[:, slot], self._log_probabilities[:, slot]
         made = int(self._made[slot])
         room = utterance.request.max_tokens - made
         count, finish = len(flags), cast("Finish | None", None)

@@ -234,7 +234,7 @@ def asr_folder(model: str = "base", *, fetch: bool = True, **_: object) -> str:
     Raises `ModelError`: `model.bad_checkpoint` for a name unknown to the hub, `model.unreachable` if the model is not
     completely in the cache and cannot or must not be downloaded.
     """
-    named = str(Path(model).expanduser())
+    named = str(_path("asr", model))
     if Path(named).is_dir():
         return named
     if model.startswith((".", "/", "~")):
@@ -257,17 +257,24 @@ def asr_folder(model: str = "base", *, fetch: bool = True, **_: object) -> str:
 
 def ctc_folder(model: str = "", **_: object) -> Path:
     """The folder of a CTC model. Raises `ModelError` (`model.bad_checkpoint`) if it holds none."""
-    folder = Path(model).expanduser()
+    folder = _path(ALIGNER, model)
     if not (folder / "config.json").is_file():
         raise unusable(ALIGNER, model, "there is no folder with a config.json")
     return folder
+
+
+def _path(meter: str, model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except (TypeError, RuntimeError) as error:
+        raise unusable(meter, model, error) from error
 
 
 def unusable(meter: str, model: str, error: object) -> ModelError:
     other = "" if meter == ALIGNER else "the folder or the name of a faster-whisper model, or "
     return ModelError(
         ErrorCode.MODEL_BAD_CHECKPOINT,
-        f"The model {model[:200]!r} of the meter {meter} cannot be opened: {error}.",
+        f"The model {str(model)[:200]!r} of the meter {meter} cannot be opened: {error}.",
         f"Set it with `--qa-set meters.{meter}.model=MODEL`: {other}the folder of a CTC model in Hugging Face's layout.",
     )
 
@@ -402,7 +409,7 @@ class SpeakerMeter:
 
 def _open_asr(model: str = "base", **options: Any) -> Meter:
     """The meter `asr`: by a CTC model if `model` is the folder of one, else by a Whisper model."""
-    config = Path(model).expanduser() / "config.json"
+    config = _path("asr", model) / "config.json"
     if config.is_file() and "ForCTC" in config.read_text(errors="replace"):
         return import_module("worker.quality.aligner").CtcMeter(model, hears=True, **options)
     return AsrMeter(model, **options)

@@ -250,3 +250,10 @@ def test_nothing_is_written_where_a_home_was(tmp_path: Path, left: str) -> None:
     assert [path for path in tmp_path.rglob("*") if path.is_relative_to(home)] == (
         [home] if left == "a mount point" else []
     )
+
+
+def test_a_home_that_is_left_early_does_not_open_its_ledger(tmp_path: Path) -> None:
+    with EmbeddedHome(Settings(home=tmp_path / "home")) as held:
+        pass
+    assert not (held.state / "ledger.sqlite").exists()
+    assert "ledger" not in vars(held)

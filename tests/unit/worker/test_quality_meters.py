@@ -114,6 +114,13 @@ class TestMeters:
         assert broken.value.code is ErrorCode.CONFIG_MISSING_LIBRARY
 
     @pytest.mark.parametrize("meter", ["align", "asr"])
+    @pytest.mark.parametrize("model", [5, "~nosuchuser"])
+    def test_a_model_that_is_no_path_is_refused(self, meter: str, model: str | int) -> None:
+        with pytest.raises(ModelError) as caught:
+            check_weights({meter: {"model": model}}, fetch=False)
+        assert caught.value.code is ErrorCode.MODEL_BAD_CHECKPOINT
+
+    @pytest.mark.parametrize("meter", ["align", "asr"])
     def test_a_model_whose_folder_is_missing_is_refused_without_the_hub(
         self, tmp_path: Path, meter: str
     ) -> None:

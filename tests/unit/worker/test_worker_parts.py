@@ -231,6 +231,30 @@ class TestPipelineCache:
         cache.close()
         cache.close()
 
+    def test_a_model_that_opens_while_the_cache_is_closed_is_closed_too(self) -> None:
+        opening, may_open, made = threading.Event(), threading.Event(), FakePipeline("a")
+
+        def open_model(_: str, _decodes: bool) -> Pipeline:
+            opening.set()
+            assert may_open.wait(10)
+            return made
+
+        cache = PipelineCache(open_model)
+
+        def use() -> None:
+            with cache.use("a"):
+                pass
+
+        user, closer = threading.Thread(target=use), threading.Thread(target=cache.close)
+        user.start()
+        assert opening.wait(10)
+        closer.start()
+        closer.join(0.2)
+        may_open.set()
+        user.join(10)
+        closer.join(10)
+        assert (made.closes, cache.pipelines()) == (1, [])
+
 
 class TestPeriodicTask:
     def test_failures_are_survived_and_nudges_heard(self) -> None:
