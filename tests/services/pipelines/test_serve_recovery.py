@@ -28,7 +28,8 @@ class Mortal(StreamVoice):
 
     def __init__(self, **capabilities: object) -> None:
         super().__init__(**capabilities)
-        self.died = threading.Event()
+        self.died, self.begun, self.may_die = threading.Event(), threading.Event(), threading.Event()
+        self.may_die.set()
 
     def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
         text = str(request.messages[-1].content)
@@ -37,6 +38,8 @@ class Mortal(StreamVoice):
         if "late" in text:
             yield next(chunks)
         if dies:
+            self.begun.set()
+            assert self.may_die.wait(PATIENCE_SECONDS)
             self.died.set()
             raise EngineCrashError(ErrorCode.WORKER_CRASH, CRASH)
         yield from chunks
@@ -67,10 +70,13 @@ def test_what_has_sent_nothing_is_tried_again_and_what_has_fails() -> None:
         Running(first, open_model=reopening(first, second), slots=1) as server,
         ThreadPoolExecutor(3) as pool,
     ):
+        first.may_die.clear()
         asked = [pool.submit(pcm, server, "Please die.")]
-        # It has no slot yet when the engine dies.
+        assert first.begun.wait(PATIENCE_SECONDS)
+        # They have no slot yet when the engine dies.
         asked += [pool.submit(pcm, server, "Then this.")]
         whole = pool.submit(server.speak, "And this one whole.")
+        first.may_die.set()
         assert [answer.result().status_code for answer in (*asked, whole)] == [200, 200, 200]
         assert sorted(second.texts) == ["And this one whole.", "Please die.", "Then this."]
         assert asked[0].result().content == pcm(server, "Please die.").content, "the seed is the same"
