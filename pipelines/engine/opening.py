@@ -362,9 +362,9 @@ class NativeModelOptions(ModelOptions):
 
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        if share is not None:
-            # Also limits PyTorch's allocator in this process.
-            torch.cuda.set_per_process_memory_fraction(max(share - LIBRARY_BYTES / total, 0.0), device)
+        # PyTorch's allocator would else keep what the meters' processes need.
+        limit = DEFAULT_SHARE * free / total if share is None else share
+        torch.cuda.set_per_process_memory_fraction(max(limit - LIBRARY_BYTES / total, 0.0), device.index)
         try:
             plan = planned(free)
         except ConfigError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from rapidfuzz.distance import Levenshtein
+from safetensors.torch import load_file, save_file
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -72,3 +74,16 @@ def test_a_pool_takes_batches(tmp_path: Path) -> None:
     found = [pool.submit(MeterTask(meters, one)).result(300) for one in utterances(20)]
     assert all(one.keys() == {"wer", "cer"} for one in found)
     pool.close()
+
+
+def test_a_model_that_is_too_large_for_float16_hears_in_float32(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(ALIGNER, tmp_path / "aligner"))
+    weights = load_file(folder / "model.safetensors")
+    large = {name: one * 2e4 if name.startswith("lm_head") else one for name, one in weights.items()}
+    save_file(large, folder / "model.safetensors")
+    gpu, cpu = (
+        open_meter("asr", {"model": str(folder), **place}).measure(utterances(1)[0])["cer"][1]
+        for place in ({}, {"device": "cpu"})
+    )
+    assert Levenshtein.distance(gpu, cpu) <= 1
+    assert cpu

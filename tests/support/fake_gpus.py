@@ -37,7 +37,7 @@ class FakeGpus:
     free_gib: float = 140
     total_gib: float = 141
     #: The share of a device's memory that the allocator was given.
-    shares: dict[str, float] = field(default_factory=dict)
+    shares: dict[int | None, float] = field(default_factory=dict)
     #: What is called whenever a device is waited for.
     waits: list[Callable[[], object]] = field(default_factory=list)
 
@@ -68,8 +68,10 @@ class FakeGpus:
     def mem_get_info(self, device: Any = 0) -> tuple[int, int]:
         return int(self.free_gib * 2**30), int(self.total_gib * 2**30)
 
-    def set_per_process_memory_fraction(self, share: float, device: Any) -> None:
-        self.shares[str(device)] = share
+    def set_per_process_memory_fraction(self, share: float, device: int | None) -> None:
+        """As in PyTorch, which refuses a device without its number."""
+        assert device is None or isinstance(device, int)
+        self.shares[device] = share
 
     def empty_cache(self) -> None:
         """Nothing is cached."""

@@ -26,8 +26,13 @@ from worker.quality.meters import (
     unusable,
 )
 
-#: Longer speech is read in windows of this length, with this context on both sides, so many at once.
-WINDOW_SECONDS, CONTEXT_SECONDS, BATCH = 20, 1, 4
+#: Longer speech is read in windows of this length, with this context on both sides.
+WINDOW_SECONDS, CONTEXT_SECONDS = 20, 1
+#: Seconds that are read at once, shorter pieces with the silence that fills them.
+BATCH_SECONDS = 40
+#: Samples of which the length of a batch is a multiple on a GPU, which chooses its kernels anew, in 80 ms, for
+#: each shape.
+GPU_STEP = 2 * SAMPLE_RATE
 #: Strides of CTC models are multiples of this many samples, 5 ms.
 _STRIDE_UNIT = 80
 #: The score is the worst mean of so many seconds, about a syllable.
@@ -59,7 +64,10 @@ class CtcMeter:
             self._features, self._tokenizer, network = (
                 getattr(library, kind).from_pretrained(str(folder), local_files_only=True) for kind in kinds
             )
-            self._torch, self._model = torch, network.eval().to(torch_device(device, threads))
+            place = torch_device(device, threads)
+            # float16 is as precise as TF32, in which a GPU else computes, and takes half of the time.
+            kind = torch.float32 if place == "cpu" else torch.float16
+            self._torch, self._model = torch, network.eval().to(place, kind)
         except Exception as error:
             raise unusable("asr" if hears else ALIGNER, model, error) from error
         self._language, self._hears = language, hears
@@ -80,7 +88,10 @@ class CtcMeter:
         return [readings(one, audio, *log_probs) for one, audio, log_probs in found]
 
     def _heard(self, utterance: Utterance, _: object, log_probs: NDArray[np.float32], __: float) -> Readings:
-        heard = self._tokenizer.decode(log_probs.argmax(axis=1))
+        best = log_probs.argmax(axis=1)
+        # The tokenizer, which is slow, gets the letters alone.
+        letters = best[(np.diff(best, prepend=-1) != 0) & (best != self._blank)]
+        heard = self._tokenizer.decode(letters, group_tokens=False)
         return error_rates(utterance.text, heard, utterance.language or self._language)
 
     def _log_probs(self, audios: Sequence[NDArray[np.float32]]) -> list[tuple[NDArray[np.float32], float]]:
@@ -92,14 +103,15 @@ class CtcMeter:
             if len(audio) > window + context:
                 padded, starts = np.pad(audio, (context, context + window)), range(0, len(audio), window)
             pieces += [(owner, padded[at : at + window + 2 * context]) for at in starts]
-        # Pieces of one batch have about one length.
-        pieces.sort(key=lambda piece: len(piece[1]))
+        # Pieces of one batch have about one length, the first one is the longest.
+        pieces.sort(key=lambda piece: -len(piece[1]))
         found, samples = [list[NDArray[np.float32]]() for _ in audios], 0
-        at_once = BATCH if self._masks else 1
-        for first in range(0, len(pieces), at_once):
-            owners, batch = zip(*pieces[first : first + at_once], strict=True)
+        while pieces:
+            at_once = BATCH_SECONDS * SAMPLE_RATE // len(pieces[0][1]) if self._masks else 1
+            owners, batch = zip(*pieces[:at_once], strict=True)
+            del pieces[:at_once]
             read = self._read(batch)
-            samples = _STRIDE_UNIT * round(len(batch[-1]) / len(read[-1]) / _STRIDE_UNIT)
+            samples = _STRIDE_UNIT * round(len(batch[0]) / len(read[0]) / _STRIDE_UNIT)
             for owner, piece, log_probs in zip(owners, batch, read, strict=True):
                 is_window = len(piece) == window + 2 * context
                 kept = log_probs[context // samples :][: window // samples] if is_window else log_probs
@@ -111,15 +123,23 @@ class CtcMeter:
 
     def _read(self, pieces: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
         """Log probabilities [frames, tokens] of each piece [samples]."""
-        given = self._features(list(pieces), sampling_rate=SAMPLE_RATE, padding=True, return_tensors="pt").to(
-            self._model.device
-        )
+        half = self._model.dtype == self._torch.float16
+        given = self._features(
+            list(pieces), sampling_rate=SAMPLE_RATE, padding=True, return_tensors="pt",
+            pad_to_multiple_of=GPU_STEP if half and self._masks else None,
+        )  # fmt: skip
+        mask = given.get("attention_mask")
         with self._torch.inference_mode():
-            found = self._model(**given).logits.float().log_softmax(-1).cpu().numpy()
+            moved = given.to(self._model.device, self._model.dtype)
+            found = self._model(**moved).logits.float().log_softmax(-1).cpu().numpy()
+        if half and not np.isfinite(found).all():
+            # The numbers of this model are too large for float16.
+            self._model.float()
+            return self._read(pieces)
         if not self._masks:
             return list(found)
-        lengths, config = given["attention_mask"].sum(1), self._model.config
-        if given["attention_mask"].shape[1] != found.shape[1]:
+        lengths, config = mask.sum(1), self._model.config
+        if mask.shape[1] != found.shape[1]:
             for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
                 lengths = (lengths - kernel) // stride + 1
         return [one[:length] for one, length in zip(found, lengths.tolist(), strict=True)]

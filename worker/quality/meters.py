@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from jobs.checks import ALIGNER, ENTRY_POINT_GROUP, METERS, Bound, Option, known_meters
@@ -25,10 +26,12 @@ from pipelines.languages import language_code
 from pipelines.request import Word
 from pipelines.text_units import has_words
 
+log = structlog.get_logger(__name__)
+
 #: Sample rate of all built-in meters.
 SAMPLE_RATE = 16_000
-#: Memory of a GPU for each process of meters.
-GPU_BYTES = 5 << 30
+#: Memory of a GPU for each process of meters, besides CUDA's own: what it allocates.
+GPU_BYTES = 7 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,12 @@ def torch_device(device: str, threads: int) -> str:
 
     torch.set_num_threads(threads)
     if device == "auto":
-        has_room = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] >= GPU_BYTES
-        device = "cuda" if has_room else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cuda" and (free := torch.cuda.mem_get_info()[0]) < GPU_BYTES:
+            log.warning(
+                "a meter runs on the CPU, the GPU has no room", free_bytes=free, needed_bytes=GPU_BYTES
+            )
+            device = "cpu"
     if device != "cpu":
         try:
             # `cuda` alone has no number.
@@ -271,6 +278,12 @@ def _path(meter: str, model: str) -> Path:
 
 
 def unusable(meter: str, model: str, error: object) -> ModelError:
+    if "out of memory" in str(error):
+        return ModelError(
+            ErrorCode.MODEL_UNREACHABLE,
+            f"The GPU has no room for the meter {meter}.",
+            f"Lower SPEECH_ENGINE__MEMORY_SHARE, or set `--qa-set meters.{meter}.device=cpu`.",
+        )
     other = "" if meter == ALIGNER else "the folder or the name of a faster-whisper model, or "
     return ModelError(
         ErrorCode.MODEL_BAD_CHECKPOINT,
@@ -321,7 +334,7 @@ class DistillMosMeter:
     XLS-R: the mean over segments, in float32."""
 
     #: Samples of a segment, the most between the starts of two, and the segments that are scored at once.
-    SEGMENT, HOP, AT_ONCE = 122_880, 16_000, 8
+    SEGMENT, HOP, AT_ONCE = 122_880, 16_000, 4
 
     def __init__(self, device: str = "auto", threads: int = 1) -> None:
         import torch
@@ -340,14 +353,21 @@ class DistillMosMeter:
         self._model: Any = ConvTransformerSQAModel(segmenting_in_forward=False).eval().to(self._device)
 
     def measure(self, utterance: Utterance) -> Readings:
-        audio = utterance.resampled()
+        return self.measure_batch([utterance])[0]
+
+    def measure_batch(self, utterances: Sequence[Utterance]) -> Sequence[Readings]:
+        pieces = [self._segments(one.resampled()) for one in utterances]
+        segments = self._torch.from_numpy(np.concatenate(pieces)).split(self.AT_ONCE)
+        with self._torch.inference_mode():
+            scores = self._torch.cat([self._model(some.to(self._device)) for some in segments]).cpu()
+        return [{"distillmos": (own.mean().item(), "")} for own in scores.split([len(own) for own in pieces])]
+
+    def _segments(self, audio: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The segments [segments, samples] of an audio [samples], the last one padded with zeros."""
         beyond = max(0, len(audio) - self.SEGMENT)
         audio = np.pad(audio, (0, self.SEGMENT + beyond - len(audio)))
         starts = (np.linspace(0, 1, -(-beyond // self.HOP) + 1) * beyond).astype(int)
-        segments = self._torch.from_numpy(np.stack([audio[at : at + self.SEGMENT] for at in starts]))
-        with self._torch.inference_mode():
-            scores = [self._model(some.to(self._device)) for some in segments.split(self.AT_ONCE)]
-        return {"distillmos": (self._torch.cat(scores).mean().item(), "")}
+        return np.stack([audio[at : at + self.SEGMENT] for at in starts])
 
 
 class DnsMosMeter:

@@ -38,8 +38,8 @@ DRAW_SECONDS, DRAW_SECONDS_PER_SECOND = 60.0, 10.0
 MAX_WAITING, MAX_SAMPLES = 1024, 1 << 28
 #: Maximum number of draws that a process measures at once.
 BATCH = 16
-#: Maximum number of processes by default; with a GPU, since each takes `GPU_BYTES` of it.
-MAX_PROCESSES, MAX_ON_GPU = 8, 4
+#: Maximum number of processes by default. With a GPU each takes `GPU_BYTES` of it.
+MAX_PROCESSES = 8
 #: If meters hang on this number of consecutive items, the meters are assumed to be the cause, not the items.
 HANGS_IN_A_ROW = 3
 #: Maximum number of consecutive outages. Later hangs count as failures of the items again, because otherwise a job whose
@@ -160,9 +160,9 @@ class MeterPool:
     def __init__(
         self, processes: int | None = 1, *, open_host: Callable[[], MeterProcess] = MeterProcess
     ) -> None:
-        """`processes`: their maximum; None: by the cores and the GPU."""
-        self._batch, most = (BATCH, MAX_ON_GPU) if count_gpus() else (1, MAX_PROCESSES)
-        self.processes = processes or max(1, min(most, len(os.sched_getaffinity(0)) // 2))
+        """`processes`: their maximum; None: by the cores."""
+        self._batch = BATCH if count_gpus() else 1
+        self.processes = processes or max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // 2))
         self._threads = DaemonThreads(self.processes, "meter")
         self._hosts = [open_host() for _ in range(self.processes)]
         # The process that was used last comes first, so no more are started than are needed.

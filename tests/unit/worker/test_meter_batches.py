@@ -25,6 +25,7 @@ from worker.quality.meters import (
     SileroMeter,
     Utterance,
     open_meter,
+    unusable,
 )
 from worker.quality.process import BATCH, MeterError, MeterHangError, MeterPool, MeterProcess, MeterTask
 
@@ -78,6 +79,14 @@ def test_a_draw_alone_gets_what_it_gets_in_a_batch(
             for score, (value, detail, *more) in readings.items():
                 assert value == pytest.approx(alone[score][0], abs=TOLERANCES[name]), (one.text, score)
                 assert (detail, *more) == (*alone[score][1:],)
+
+
+def test_a_gpu_without_room_is_an_outage_and_no_wrong_model() -> None:
+    """Items would else fail, all of them."""
+    error = unusable("align", "folder", RuntimeError("CUDA error: out of memory"))
+    assert error.code is ErrorCode.MODEL_UNREACHABLE
+    assert "meters.align.device=cpu" in error.advice
+    assert unusable("align", "folder", "no config.json").code is ErrorCode.MODEL_BAD_CHECKPOINT
 
 
 def test_distillmos_scores_speech_as_its_package_does(spoken: list[Utterance]) -> None:

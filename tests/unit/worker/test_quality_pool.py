@@ -89,14 +89,11 @@ class TestPool:
         pool.close()
         assert not pool.full
 
-    @pytest.mark.parametrize(
-        ("cores", "gpus", "processes"), [(1, "", 1), (6, "", 3), (64, "", 8), (64, "0", 4), (4, "0", 2)]
-    )
-    def test_their_number_is_by_the_cores_and_the_gpu_unless_it_is_set(
-        self, monkeypatch: pytest.MonkeyPatch, cores: int, gpus: str, processes: int
+    @pytest.mark.parametrize(("cores", "processes"), [(1, 1), (6, 3), (64, 8)])
+    def test_their_number_is_by_the_cores_unless_it_is_set(
+        self, monkeypatch: pytest.MonkeyPatch, cores: int, processes: int
     ) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
         unset = load_settings().worker.meter_processes
         for given, wanted in ((unset, processes), (5, 5)):
             pool = MeterPool(given)
