@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -27,23 +27,15 @@ from pipelines.fish_speech.codec import Codec, codec_from
 from pipelines.fish_speech.config import CodecConfig as FishCodecConfig
 from pipelines.fish_speech.config import CodecStackConfig, FishConfig
 from pipelines.fish_speech.prompt import Vocabulary as FishVocabulary
-from pipelines.nn.checkpoint import TensorSource, open_device
+from pipelines.nn.checkpoint import TensorSource, fill_module, open_device
 from pipelines.nn.config_keys import StackShape
 from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
 from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig, Qwen3TTSConfig
 from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
+from pipelines.spark_tts import config as spark
 from pipelines.spark_tts.bicodec import BiCodec, Encoder, Prenet, SemanticQuantizer
 from pipelines.spark_tts.bicodec import Tokenizer as AudioTokenizer
-from pipelines.spark_tts.config import (
-    BiCodecConfig,
-    LmConfig,
-    MelConfig,
-    SparkConfig,
-    SpeakerConfig,
-    VocosConfig,
-    WaveConfig,
-)
-from pipelines.spark_tts.prompt import SparkCodes
+from pipelines.spark_tts.prompt import CONTROLS, LABELS, SparkCodes
 from pipelines.spark_tts.prompt import Vocabulary as SparkVocabulary
 from pipelines.spark_tts.speaker import MelMagnitudes, SpeakerEncoder
 from pipelines.spark_tts.wave_generator import WaveGenerator, prepared
@@ -85,7 +77,7 @@ class DummyWeights(TensorSource):
 
 
 @torch.no_grad()
-def fill(module: nn.Module, rule: Rule = in_range, seed: int = 0) -> None:
+def fill(module: nn.Module, rule: Rule, seed: int = 0) -> None:
     """Gives every float tensor of a module its dummy values, and every other tensor zeros."""
     dice: dict[torch.device, torch.Generator] = {}
     for name, tensor in module.state_dict().items():
@@ -147,9 +139,8 @@ def dummy_model(
     """A model of this size on the device; with `ends`, one that draws the end wherever `min_new_tokens`
     allows it."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps(qwen3_config(size)), encoding="utf-8")
-        config = Qwen3TTSConfig.from_folder(path.parent)
+        _write_json(Path(folder, "config.json"), qwen3_config(size))
+        config = Qwen3TTSConfig.from_folder(Path(folder))
     rule = ends_when_allowed(config.ids.codec_eos_token_id) if ends else as_published
     return Qwen3TTSModel(config, take_weights(DummyWeights(device, rule), config, dtype, device), max_context)
 
@@ -209,43 +200,38 @@ def ends_when_allowed(end: int, never: bool = False) -> Rule:
     return values
 
 
-Module = TypeVar("Module", bound=nn.Module)
-SPARK_LM = LmConfig(
+SPARK_LM = spark.LmConfig(
     hidden=896, intermediate=4864, layers=24, heads=14, kv_heads=2, head_dim=64, eps=1e-6, rope_theta=1e6, vocab=166_000,
     max_positions=32_768, tie_word_embeddings=True, eos_token_id=151_645,
 )  # fmt: skip
-_VOCOS = VocosConfig(1024, 384, 2048, 12, 1024, (1, 1))
-SPARK_CODEC = BiCodecConfig(
-    MelConfig(16_000, 1024, 640, 320, 10.0, 128), _VOCOS, _VOCOS, SpeakerConfig(128, 1024, 128, 32, (4,) * 6),
-    WaveConfig(1024, 1536, (8, 5, 4, 2), (16, 11, 8, 4)), 8192, 8,
-)  # fmt: skip
+_VOCOS = spark.VocosConfig(1024, 384, 2048, 12, 1024, (1, 1))
+_MEL, _SPEAKER = (
+    spark.MelConfig(16_000, 1024, 640, 320, 10.0, 128),
+    spark.SpeakerConfig(128, 1024, 128, 32, (4,) * 6),
+)
+_WAVE = spark.WaveConfig(1024, 1536, (8, 5, 4, 2), (16, 11, 8, 4))
+SPARK_CODEC = spark.BiCodecConfig(_MEL, _VOCOS, _VOCOS, _SPEAKER, _WAVE, 8192, 8)
 
 
-def spark_config(folder: Path) -> SparkConfig:
+def spark_config(folder: Path) -> spark.SparkConfig:
     """The config of a checkpoint that would lie in this folder."""
-    return SparkConfig(folder, 16_000, 96_000, SPARK_CODEC, SPARK_LM, volume_normalize=True)
+    return spark.SparkConfig(folder, 16_000, 96_000, SPARK_CODEC, SPARK_LM, volume_normalize=True)
 
 
 def dummy_bicodec(
-    settings: SparkConfig, device: torch.device, dtype: torch.dtype, fused: bool | None = None
+    settings: spark.SparkConfig, device: torch.device, dtype: torch.dtype, fused: bool | None = None
 ) -> tuple[AudioTokenizer, BiCodec]:
     """Both halves of BiCodec, the decoder in `dtype`; `fused` as for
     `pipelines.spark_tts.wave_generator.prepared`."""
-
-    def made(make: Callable[[], Module]) -> Module:
-        with torch.device("meta"):
-            module = make()
-        module.to_empty(device=device).requires_grad_(False).eval()
-        fill(module)
-        return module
-
-    codec = SPARK_CODEC
-    quantizer = made(
-        lambda: SemanticQuantizer(codec.encoder.out_channels, codec.codebook_size, codec.codebook_dim)
-    )
-    speaker, encoder = made(lambda: SpeakerEncoder(codec.speaker)), made(lambda: Encoder(codec.encoder))
-    prenet = made(lambda: Prenet(codec.prenet, codec.speaker.out_dim)).to(dtype)
-    wave = made(lambda: WaveGenerator(codec.wave))
+    codec, weights = SPARK_CODEC, DummyWeights(device)
+    with torch.device("meta"):
+        encoder, speaker = Encoder(codec.encoder), SpeakerEncoder(codec.speaker)
+        sizes = codec.encoder.out_channels, codec.codebook_size, codec.codebook_dim
+        quantizer, wave = SemanticQuantizer(*sizes), WaveGenerator(codec.wave)
+        prenet = Prenet(codec.prenet, codec.speaker.out_dim)
+    for module in (encoder, speaker, quantizer, wave):
+        fill_module(module, weights, "", device)
+    fill_module(prenet, weights, "", device, dtype)
     mel = MelMagnitudes(codec.mel_params, settings.sample_rate, device)
     decoder = BiCodec(codec, quantizer, speaker, prenet, prepared(wave, dtype, fused))
     return AudioTokenizer(encoder, quantizer, speaker, mel), decoder
@@ -283,8 +269,7 @@ def fish_config(folder: Path, tiny: bool = False) -> FishConfig:
         "model_type": "fish_qwen3_omni", "eos_token_id": text + 2, "semantic_start_token_id": first,
         "semantic_end_token_id": first + codes - 1, "text_config": slow, "audio_decoder_config": fast,
     }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    _write_json(folder / "config.json", content)
     config = FishConfig.from_folder(folder)
     return replace(config, codec=TINY_FISH_CODEC) if tiny else config
 
@@ -318,10 +303,6 @@ def speechlm_config(folder: Path, tiny: bool = False) -> SpeechLmConfig:
 
 #: Sizes of SparkTTS's LM that a CPU can run, with the published vocabulary and codec.
 TINY_LM = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32, "intermediate": 96}
-_SPARK_CONTROLS = (
-    "task_tts", "task_controllable_tts", "start_content", "end_content", "start_style_label", "end_style_label",
-    "start_global_token", "end_global_token", "start_semantic_token", "end_semantic_token",
-)  # fmt: skip
 
 
 def token_letters(text: str) -> list[int]:
@@ -346,9 +327,7 @@ class AnyIdSpeaks(SparkVocabulary):
     def __init__(self) -> None:
         names = ["endoftext", "im_start", "im_end", *(f"spare_{index}" for index in range(19))]
         names += [f"bicodec_global_{code}" for code in range(4096)]
-        names += [f"bicodec_semantic_{code}" for code in range(8192)]
-        levels = [f"{kind}_label_{level}" for kind in ("pitch", "speed") for level in range(5)]
-        names += [*_SPARK_CONTROLS, "gender_0", "gender_1", *levels]
+        names += [*(f"bicodec_semantic_{code}" for code in range(8192)), *CONTROLS, *LABELS]
         words = numbered_words(151_643, [f"<|{name}|>" for name in names])
         super().__init__(words, 8192, 4096, Path("dummy"))
 
@@ -376,9 +355,8 @@ class AnyText(FishVocabulary):
         return self.encode(text)
 
 
-def write_lm(folder: Path, lm: LmConfig) -> None:
+def write_lm(folder: Path, lm: spark.LmConfig) -> None:
     """A folder with the LM's config.json, for vLLM's `load_format="dummy"`."""
-    folder.mkdir(parents=True)
     config = {
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": lm.hidden, "num_hidden_layers": lm.layers,
         "num_attention_heads": lm.heads, "num_key_value_heads": lm.kv_heads, "intermediate_size": lm.intermediate,
@@ -386,7 +364,7 @@ def write_lm(folder: Path, lm: LmConfig) -> None:
         "hidden_act": "silu", "tie_word_embeddings": True, "use_sliding_window": False, "bos_token_id": 151_643,
         "eos_token_id": lm.eos_token_id, "torch_dtype": "bfloat16",
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    _write_json(folder / "config.json", config)
 
 
 def wav2vec2(device: torch.device) -> Any:
@@ -412,7 +390,6 @@ def write_ctc(folder: Path, tiny: bool = False) -> None:
 
     # Its types depend on what is installed.
     library: Any = transformers
-    folder.mkdir(parents=True)
     names = ["<pad>", "<s>", "</s>", "<unk>", "|", "'", *map(chr, range(ord("A"), ord("Z") + 1))]
     _write_json(folder / "vocab.json", {name: number for number, name in enumerate(names)})
     library.Wav2Vec2CTCTokenizer(str(folder / "vocab.json")).save_pretrained(folder)
@@ -450,14 +427,18 @@ def write_checkpoint(
     from pipelines.qwen3_tts.speaker import CodecEncoder, SpeakerEncoder
 
     device, codec_folder = open_device(device_name), folder / "speech_tokenizer"
-    codec_folder.mkdir(parents=True)
     _write_json(folder / "config.json", qwen3_config(size, kind))
-    _write_json(codec_folder / "config.json", _codec_config(size))
+    # The encoder's defaults are the published sizes.
+    _write_json(codec_folder / "config.json", {
+        "model_type": "qwen3_tts_tokenizer_12hz", "encoder_valid_num_quantizers": 16, "input_sample_rate": 24_000,
+        "output_sample_rate": 24_000, "decode_upsample_rate": 1920, "encode_downsample_rate": 1920,
+        "decoder_config": decoder_keys(size) | {"hidden_act": "silu"}, "encoder_config": _TINY_ENCODER if size == "tiny" else {},
+    })  # fmt: skip
     _write_tokenizer(folder / "tokenizer.json", texts)
     if seconds is not None:
-        frames = round(seconds * FRAMES_PER_SECOND)
         # One more than its frames: the last draw would be the end.
-        _write_json(folder / "generation_config.json", {"max_new_tokens": frames + 1})
+        most = {"max_new_tokens": round(seconds * FRAMES_PER_SECOND) + 1}
+        _write_json(folder / "generation_config.json", most)
     config = Qwen3TTSConfig.from_folder(folder)
     tensors = dict[str, Tensor]()
     values = ends_when_allowed(config.ids.codec_eos_token_id, never=seconds is not None)
@@ -485,18 +466,6 @@ def decoder_keys(size: str) -> dict[str, Any]:
     return {published.get(name, name): value for name, value in (config | stack).items()}
 
 
-def _codec_config(size: str) -> dict[str, Any]:
-    """The keys of speech_tokenizer/config.json that inference reads; the encoder's defaults are the
-    published sizes."""
-    tiny = size == "tiny"
-    return {
-        "model_type": "qwen3_tts_tokenizer_12hz", "encoder_valid_num_quantizers": 16, "input_sample_rate": 24_000,
-        "output_sample_rate": 24_000, "decode_upsample_rate": 1920, "encode_downsample_rate": 1920,
-        "decoder_config": decoder_keys(size) | {"hidden_act": "silu"},
-        "encoder_config": _TINY_ENCODER if tiny else {},
-    }  # fmt: skip
-
-
 def _write_tokenizer(path: Path, texts: Sequence[str]) -> None:
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
@@ -513,4 +482,5 @@ def _write_tokenizer(path: Path, texts: Sequence[str]) -> None:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -22,7 +22,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
-NOTHING: Mapping[str, Iterable[str]] = MappingProxyType({})
 #: Of Qwen3-TTS.
 FRAMES_PER_SECOND = 12.5
 _GIB = 2.0**30
@@ -56,18 +54,16 @@ def parser(doc: str | None, device: str = "cuda") -> argparse.ArgumentParser:
     """The options that all have; where there is no device, the result alone."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if device:
-        trace = "rows of a GPU keep its W and MHz, ten times a second"
+        trace, tiny = "rows of a GPU keep its W and MHz, ten times a second", "tiny sizes, for a CPU"
         made.add_argument("--device", default=device)
-        made.add_argument(
-            "--tiny", action="store_true", help="tiny sizes for a CPU; the figures mean nothing"
-        )
+        made.add_argument("--tiny", action="store_true", help=f"{tiny}; the figures mean nothing")
         made.add_argument("--power-trace", action="store_true", help=trace)
     made.add_argument("--json", type=Path, help="the result; default: a file of its name in $OUT, or here")
     return made
 
 
 def read(
-    made: argparse.ArgumentParser, given: Sequence[str] | None = None, known: Mapping[str, Iterable[str]] = NOTHING, **defaults: Any
+    made: argparse.ArgumentParser, given: Sequence[str] | None = None, known: Mapping[str, Iterable[str]] | None = None, **defaults: Any
 ) -> Any:  # fmt: skip
     """The options of a command line, of which further ones have these defaults and their types. A list takes several
     values, apart or with commas; a type stands for an empty list of it. `known`: the values that a list may have."""
@@ -85,7 +81,7 @@ def read(
     found = made.parse_args(given)
     for name in lists:
         setattr(found, name, [one for several in getattr(found, name) for one in several])
-    for name, values in known.items():
+    for name, values in (known or {}).items():
         if unknown := [one for one in getattr(found, name) if one not in values]:
             made.error(f"--{name} has no {', '.join(unknown)}: {', '.join(values)}")
     return found
@@ -177,6 +173,7 @@ class Bench(Result):
         self.device = open_device(options.device)
         self.on_gpu = self.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        self._cuda = torch.cuda if self.on_gpu else None
         device = torch.cuda.get_device_name(self.device) if self.on_gpu else processor_name()
         super().__init__(name, options, device, torch=torch.__version__, **facts)
 
@@ -186,18 +183,14 @@ class Bench(Result):
 
     def clean(self) -> None:
         """Gives back the device's memory of what was measured before."""
-        import torch
-
-        if self.on_gpu:
+        if self._cuda:
             gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
+            self._cuda.empty_cache()
+            self._cuda.reset_peak_memory_stats(self.device)
 
     def wait(self) -> None:
-        import torch
-
-        if self.on_gpu:
-            torch.cuda.synchronize()
+        if self._cuda:
+            self._cuda.synchronize()
 
 
 def serves() -> float:

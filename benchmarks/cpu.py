@@ -1,17 +1,19 @@
 """The figures that need no GPU.
 
-    python -m benchmarks.cpu jobs [--lines N] [--postgres URL]  # the job system: ingest, status
-    python -m benchmarks.cpu filters [--items N]                # filters of items beside no filter, on each ledger
+    python -m benchmarks.cpu filters [--items N] [--postgres URL]
     python -m benchmarks.cpu exports [--items N] [--kinds codes timed] [--formats lhotse]
     python -m benchmarks.cpu words [--align DIR] [--texts N]
 
 `python -m tests.support.services COMMAND` starts PostgreSQL, without which its figures are left out.
 `python -m benchmarks.job --device cpu --instant 2` is a whole job with a voice that costs nothing.
 
-`exports` measures the memory and the speed of every export, of jobs of several sizes: dialogues of two spoken turns with three
-more columns. Their inputs are ingested; their audio, codes and times are made by the database, and all refer to a few small
-files, so a job of a million items is made in a minute. `--kept DIR` keeps the jobs there, and uses them again. Ingests and exports
-run in processes of their own, whose highest memory is measured.
+All jobs are dialogues of two spoken turns with three more columns. Their inputs are ingested; their audio, codes, times and
+scores are made by the database, so a job of a million items is made in a minute. Ingests and exports run in processes of
+their own, whose highest memory is measured.
+
+`filters` measures the ingest and the status of a job in each ledger, and filters of its items beside no filter. `exports`
+measures the memory and the speed of every export, of jobs of several sizes, whose artifacts refer to a few small files;
+`--kept DIR` keeps the jobs there, and uses them again.
 
 `words` measures the errors of the times of words against the exact ones of `hibari`, in the texts of examples/evening.jsonl. The
 times are those of the aligner in the folder `--align`, by default the small one of the tests, and the estimates of streams. The
@@ -33,6 +35,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import closing
 from datetime import UTC, datetime
+from functools import partial
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
@@ -49,7 +52,7 @@ from jobs.codes import StoredCodes
 from jobs.export import StoredJob, export_jobs
 from jobs.ingest import submit
 from jobs.ledger import Ledger
-from jobs.ledger.records import JobSpec, NewJob
+from jobs.ledger.records import JobSpec
 from jobs.settings import load_settings
 from jobs.store import open_store
 from jobs.where import parse_where
@@ -58,44 +61,42 @@ from pipelines.request import submit as submit_request
 
 #: The share of good speech that passes the bound of a score, and the seconds of a chunk, in `words`.
 GOOD_SHARE, CHUNK_SECONDS = 0.97, 0.08
-PARTS = ("jobs", "filters", "exports", "words")
+PARTS = ("filters", "exports", "words")
 #: A filter that keeps 1 % of the items of `filters`, and one with three conditions that keeps as many.
 FILTERS = {"1 %": "wer < 0.01", "1 %, three scores": "wer < 0.01 and distillmos > 1.2 and pause < 0.95"}
 #: Larger jobs are read whole only where a filter keeps few items.
 WHOLE_ITEMS = 2_000_000
-#: The columns of a row of item `i` of `filters`, as both databases write them: scores that are spread evenly.
-_SPREAD = "((i * {0} + {1}) % 1000003) / 1000003.0"
+#: Scores of a row of items, which are spread evenly.
+_SPREAD = "((CAST(idx AS bigint) * {} + {}) % 1000003) / 1000003.0"
 _SCORES = ", ".join(
     [_SPREAD.format(48271, 11), f"1 + 4 * {_SPREAD.format(69621, 7)}", _SPREAD.format(39373, 5)]
 )
-_SERIES = {
-    "sqlite": "(WITH RECURSIVE series(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM series WHERE i + 1 < {0}) SELECT i FROM series)",
-    "postgresql": "(SELECT i::bigint AS i FROM generate_series(0, {0} - 1) AS series(i)) AS numbers",
-}
-_NAME = {"sqlite": "printf('utterance-%09d', i)", "postgresql": "'utterance-' || lpad(i::text, 9, '0')"}
-_SHA = {"sqlite": "printf('%064d', i)", "postgresql": "lpad(i::text, 64, '0')"}
+#: Of the artifacts of a job.
+_COLUMNS = (
+    "key, sha256, bytes, duration_ms, sample_rate, samples, seed, epoch, meta, made_at, pack, pack_offset"
+)
 RATE, SAMPLES = 24_000, 1_200
 #: A file has a limited number of names, so several files have the same content.
 _NAMES_PER_FILE = 50_000
 _PACK = "packs/all.tar"
-#: Kind of a job -> the kinds of its artifacts, its exports, and their options.
-KINDS: dict[str, tuple[tuple[str, ...], dict[str, dict[str, Any]]]] = {
-    "audio": (
-        ("audio",),
-        {
-            **{name: {} for name in ("manifest", "espnet", "nemo", "openai-batch", "kaldi", "lhotse", "espnet-dataset", "shar")},
-            **{name: {} for name in ("webdataset", "parquet", "audiofolder", "ljspeech", "rttm")},
-            **{f"{name}, dialogues": {"dialogues": "stereo"} for name in ("lhotse", "shar", "nemo", "webdataset")},
-            "manifest, unique": {"unique": True},
-        },
-    ),
-    "codes": (
-        ("codes",),
-        {name: {} for name in ("jsonl", "webdataset", "parquet", "lhotse", "shar", "espnet-codes", "manifest")}
-        | {"interleaved": {"tokenizer": "tokenizer.json"}},
-    ),
-    "timed": (("audio", "words"), {name: {} for name in ("ctm", "textgrid", "srt", "vtt")}),
+#: Kind of a job -> the kinds of its artifacts, and its exports.
+KINDS = {
+    "audio": (("audio",), (
+        "manifest", "espnet", "nemo", "openai-batch", "kaldi", "lhotse", "espnet-dataset", "shar", "webdataset", "parquet",
+        "audiofolder", "ljspeech", "rttm", "lhotse, dialogues", "shar, dialogues", "nemo, dialogues", "webdataset, dialogues",
+        "manifest, unique",
+    )),
+    "codes": (("codes",), (
+        "jsonl", "webdataset", "parquet", "lhotse", "shar", "espnet-codes", "manifest", "interleaved",
+    )),
+    "timed": (("audio", "words"), ("ctm", "textgrid", "srt", "vtt")),
 }  # fmt: skip
+#: Options by what follows the format in the name of an export, or by the format.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "dialogues": {"dialogues": "stereo"},
+    "unique": {"unique": True},
+    "interleaved": {"tokenizer": str(ROOT / "tests/golden/speechlm/checkpoint/tokenizer.json")},
+}
 FORMATS = sorted({name.partition(",")[0] for _, exports in KINDS.values() for name in exports})
 
 
@@ -103,8 +104,7 @@ class Figures(Result):
     """Values, each beside what it should be and what the machine does for less work."""
 
     def __init__(self, options: Any) -> None:
-        name = "cpu" if options.part == "jobs" else options.part
-        super().__init__(name, options, processor_name(), date=f"{datetime.now(UTC):%Y-%m-%d}")
+        super().__init__(options.part, options, processor_name(), date=f"{datetime.now(UTC):%Y-%m-%d}")
         self.found["figures"] = self.found.pop("rows")
 
     def value(
@@ -121,36 +121,37 @@ def most_mb() -> float:
     return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
 
 
-def write_dialogues(path: Path, count: int) -> None:
-    """A file of `count` dialogues of about 200 bytes, whose last turn is spoken."""
-    with path.open("w") as file:
-        for number, text in enumerate(islice(cycle(SENTENCES), count)):
-            system, audio = ["system", "text", "Read it calmly."], ["assistant", "audio", f"wav/{number}.wav"]
-            messages = [system, ["user", "text", text], audio]
-            file.write(json.dumps({"example_id": f"utterance-{number:09d}", "messages": messages}) + "\n")
-
-
-def ingests(figures: Figures, folder: Path, lines: int, postgres: str) -> None:
-    """Ingest of one file into each ledger; then the status query at that size."""
-    source = folder / "input.jsonl"
-    write_dialogues(source, lines)
-    databases = {"SQLite": (f"sqlite:///{folder}/ledger.sqlite", "150,000")}
-    if postgres:
-        databases["PostgreSQL"] = (new_database(postgres, "ingest"), "100,000")
-    for name, (url, aim) in databases.items():
-        seconds, megabytes, job = in_new_process(ingest, url, str(folder / name), str(source))
-        figures.value(f"ingest into {name}", lines / seconds, "lines/s", f">= {aim}")
-        figures.value(f"ingest into {name}, memory", megabytes, "MB RSS", "<= 200")
-        figures.value(f"status at {lines:,} items, {name}", status_ms(url, job), "ms", "<= 50")
-
-
-def ingest(url: str, store: str, source: str) -> tuple[float, float, str]:
-    """Ingests one file. Seconds, the most MB that this process held, and the job."""
+def ingest(folder: Path, url: str, items: int, **terms: Any) -> tuple[float, float, str]:
+    """Ingests a file of dialogues of two spoken turns into a ledger. Seconds, the most MB that this process held, and
+    the job."""
+    source, texts = folder / "input.jsonl", cycle(SENTENCES)
+    with source.open("w") as file:
+        for number in range(items // 2):
+            asked, answered = islice(texts, 2)
+            messages = [["user", "text", asked], ["assistant", "text", f"{answered} {number}."]]
+            row = {"example_id": f"dialogue-{number:09d}", "messages": messages}
+            file.write(json.dumps(row | {"topic": number % 7, "score": number / 3, "source": "made"}) + "\n")
+    store, spec = open_store((folder / "store").as_uri()), JobSpec("hibari", speak="all", **terms)
     with closing(Ledger(url)) as ledger:
         ledger.migrate()
         start = time.perf_counter()
-        result = submit(load_settings(), ledger, open_store(store), source, JobSpec(model="hibari"))
-        return time.perf_counter() - start, most_mb(), result.job.id
+        job = submit(load_settings(), ledger, store, str(source), spec).job.id
+        return time.perf_counter() - start, most_mb(), job
+
+
+def complete(url: str, rows: Iterable[str], changes: str = "") -> None:
+    """Ends the one job of a ledger, all of whose items are done: `rows` are inserted, the job gets further `changes`. A
+    colon in them is a colon."""
+    with closing(Ledger(url)) as ledger:
+        for statement in (
+            *(f"INSERT INTO {row}" for row in rows),
+            "UPDATE items SET state = 1, attempts = 1",
+            "UPDATE shards SET state = 'done', n_done = n_items",
+            f"UPDATE jobs SET state = 'completed', finished_at = 1{changes}",
+            "ANALYZE",
+        ):
+            with ledger.engine.begin() as connection:
+                connection.execute(sa.text(statement.replace(":", "\\:")))
 
 
 def status_ms(url: str, job: str) -> float:
@@ -164,48 +165,26 @@ def status_ms(url: str, job: str) -> float:
     return statistics.median(times)
 
 
-def execute(ledger: Ledger, statements: Iterable[str]) -> None:
-    """Runs statements, each in a transaction of its own; a colon in one is a colon."""
-    for statement in statements:
-        with ledger.engine.begin() as connection:
-            connection.execute(sa.text(statement.replace(":", "\\:")))
-
-
-def scored_job(ledger: Ledger, items: int) -> str:
-    """A job of `items` items that are done, made by the database from a series of numbers, with an artifact and three
-    scores each; its id."""
-    ledger.migrate()
-    spec = JobSpec("instant", quality=Quality(meters={"asr": {}, "distillmos": {}}), pack=True)
-    job = ledger.begin_job(NewJob(spec, "spec", "input", "input", "key", "file:///store"))
-    kind = ledger.engine.dialect.name
-    name, shard = _NAME[kind], 10_000
-    artifact = "sha256, bytes, duration_ms, sample_rate, samples, seed, epoch, meta, made_at"
-    values = f"{_SHA[kind]}, 500, 10000, 24000, 240000, i, 1, '{{}}', 1.0"
-    rows = {
-        "items (job_no, idx, example_id, shard_no, state, attempts)": f"1, i, {name}, i / {shard}, 1, 1",
-        f"artifacts (job_no, idx, kind, key, {artifact})": f"1, i, 'audio', 'audio/' || {name}, {values}",
-        "scores (job_no, idx, draw, wer, distillmos, pause)": f"1, i, 0, {_SCORES}",
-    }
-    shards = "shards (job_id, job_no, no, state, first_index, last_index, n_items, n_done, estimated_ms, input_key, input_sha256)"
-    numbers = f"i, 'done', i * {shard}, (i + 1) * {shard} - 1, {shard}, {shard}, 1, 'key', ''"
-    execute(ledger, [
-        f"INSERT INTO {shards} SELECT '{job.id}', 1, {numbers} FROM {_SERIES[kind].format(-(-items // shard))}",
-        *(f"INSERT INTO {into} SELECT {row} FROM {_SERIES[kind].format(items)}" for into, row in rows.items()),
-        f"UPDATE jobs SET state = 'completed', total_items = {items}, finished_at = 1",
-        "ANALYZE",
-    ])  # fmt: skip
-    return job.id
-
-
-def filters(figures: Figures, url: str, items: int, name: str) -> None:
-    """The time to the first page and the whole time of each filter, beside those without one."""
+def filters(figures: Figures, folder: Path, url: str, items: int, name: str) -> None:
+    """Ingest and status of a job; then the time to the first page and the whole time of each filter, beside those without
+    one."""
+    folder.mkdir()
+    checks = {"quality": Quality(meters={"asr": {}, "distillmos": {}}), "pack": True}
+    seconds, megabytes, job = in_new_process(partial(ingest, **checks), folder, url, items)
     about = f"{items:,} items, {name}"
+    figures.value(f"ingest of {about}", items / seconds, "items/s")
+    figures.value(f"memory of the ingest of {about}", megabytes, "MB RSS", "<= 200")
+    figures.value(f"status at {about}", status_ms(url, job), "ms", "<= 50")
+    facts = f"'{'0' * 64}', 500, 10000, 24000, 240000, idx, 1, '{{}}', 1.0, NULL, NULL"
+    complete(url, (
+        f"artifacts (job_no, idx, kind, {_COLUMNS}) SELECT job_no, idx, 'audio', 'audio/' || example_id, {facts} FROM items",
+        f"scores (job_no, idx, draw, wer, distillmos, pause) SELECT job_no, idx, 0, {_SCORES} FROM items",
+    ))  # fmt: skip
     with closing(Ledger(url)) as ledger:
-        job_id = scored_job(ledger, items)
 
         def read(text: str, whole: bool) -> tuple[float, float, int]:
             start = time.perf_counter()
-            rows = ledger.items(job_id, where=parse_where(text) if text else None)
+            rows = ledger.items(job, where=parse_where(text) if text else None)
             first = next(rows, None)
             first_ms = (time.perf_counter() - start) * 1000
             count = int(first is not None) + (sum(1 for _ in rows) if whole else 0)
@@ -234,44 +213,23 @@ def made_contents() -> dict[str, bytes]:
 
 def exportable_job(folder: Path, items: int, kind: str) -> str:
     """Makes a job with `items` items that are done, in a new folder; returns its id."""
-    kinds = KINDS[kind][0]
-    source = folder / "input.jsonl"
-    with source.open("w") as file:
-        texts = cycle(SENTENCES)
-        for number in range(items // 2):
-            asked, answered = islice(texts, 2)
-            messages = [["user", "text", asked], ["assistant", "text", f"{answered} {number}."]]
-            row = {"example_id": f"dialogue-{number:09d}", "messages": messages}
-            file.write(json.dumps(row | {"topic": number % 7, "score": number / 3, "source": "made"}) + "\n")
-    store = open_store((folder / "store").as_uri())
-    with closing(Ledger(f"sqlite:///{folder}/ledger.sqlite")) as ledger:
-        ledger.migrate()
-        job = submit(load_settings(), ledger, store, str(source), JobSpec("hibari", speak="all")).job.id
-        rows, changes = [], "".join(
-            [", '$.output', 'codes'"] * ("codes" in kinds) + [", '$.timestamps', json('true')"] * ("words" in kinds)
-        )  # fmt: skip
-        offset, pack = 0, b""
-        contents = made_contents()
-        for name in kinds:
-            data = contents[name]
-            extension = {"audio": "wav", "codes": "safetensors", "words": "json"}[name]
-            key = f"'jobs/{job}/{name}/' || printf('%05d/%09d', idx / 10000, idx) || '-d.{extension}'"
-            place = "NULL, NULL"
-            if name == "audio":
-                _link(folder / "store" / "jobs" / job / name, data, items)
-            else:
-                place, offset, pack = f"'{_PACK}', {offset}", offset + len(data), pack + data
-            facts = f"'{hashlib.sha256(data).hexdigest()}', {len(data)}, 50, {RATE}, {SAMPLES}, idx, 1, '{{}}', 1.0, {place}"
-            rows.append(f"SELECT job_no, idx, '{name}', {key}, {facts} FROM items")
-        store.put(_PACK, pack + b"end")
-        columns = "key, sha256, bytes, duration_ms, sample_rate, samples, seed, epoch, meta, made_at, pack, pack_offset"
-        statements = [
-            *(f"INSERT INTO artifacts (job_no, idx, kind, {columns}) {row}" for row in rows),
-            "UPDATE items SET state = 1, attempts = 1",
-            "UPDATE shards SET state = 'done', n_done = n_items",
-            f"UPDATE jobs SET state = 'completed', finished_at = 1{changes and f', spec = json_set(spec{changes})'}",
-        ]
-        execute(ledger, statements)
+    url, contents, rows = f"sqlite:///{folder}/ledger.sqlite", made_contents(), list[str]()
+    _, _, job = ingest(folder, url, items)
+    pack, changes = b"", {"codes": ", '$.output', 'codes'", "words": ", '$.timestamps', json('true')"}
+    for name in KINDS[kind][0]:
+        data, extension = contents[name], {"audio": "wav", "codes": "safetensors", "words": "json"}[name]
+        key = f"'jobs/{job}/{name}/' || printf('%05d/%09d', idx / 10000, idx) || '-d.{extension}'"
+        place = "NULL, NULL"
+        if name == "audio":
+            _link(folder / "store" / "jobs" / job / name, data, items)
+        else:
+            place, pack = f"'{_PACK}', {len(pack)}", pack + data
+        facts = f"'{hashlib.sha256(data).hexdigest()}', {len(data)}, 50, {RATE}, {SAMPLES}, idx, 1, '{{}}', 1.0, {place}"
+        columns = f"job_no, idx, kind, {_COLUMNS}"
+        rows.append(f"artifacts ({columns}) SELECT job_no, idx, '{name}', {key}, {facts} FROM items")
+    open_store((folder / "store").as_uri()).put(_PACK, pack + b"end")
+    spec = "".join(changes.get(name, "") for name in KINDS[kind][0])
+    complete(url, rows, spec and f", spec = json_set(spec{spec})")
     return job
 
 
@@ -289,11 +247,10 @@ def _link(folder: Path, data: bytes, items: int) -> None:
             os.link(first, path)
 
 
-def exported(folder: str, job: str, format: str, options: dict[str, Any]) -> tuple[float, float, int]:
+def exported(folder: str, job: str, export: str) -> tuple[float, float, int]:
     """Exports a job. Seconds, the most MB that this process held, and the number of items."""
-    name, to = format.partition(",")[0], Path(folder, f"export-{os.getpid()}")
-    if "tokenizer" in options:
-        options = {"tokenizer": str(_tokenizer(Path(folder, options["tokenizer"])))}
+    (name, _, option), to = export.partition(", "), Path(folder, f"export-{os.getpid()}")
+    options = _OPTIONS.get(option or name, {})
     store = open_store(Path(folder, "store").as_uri())
     with closing(Ledger(f"sqlite:///{folder}/ledger.sqlite")) as ledger:
         start = time.perf_counter()
@@ -302,16 +259,6 @@ def exported(folder: str, job: str, format: str, options: dict[str, Any]) -> tup
         seconds = time.perf_counter() - start
     shutil.rmtree(to) if to.is_dir() else to.unlink()
     return seconds, most_mb(), items
-
-
-def _tokenizer(path: Path) -> Path:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    if not path.exists():
-        tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer.save(str(path))
-    return path
 
 
 def exports(figures: Figures, folder: Path, options: Any) -> None:
@@ -323,10 +270,9 @@ def exports(figures: Figures, folder: Path, options: Any) -> None:
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(parents=True)
             noted.write_text(exportable_job(place, items, kind))
-        for name, chosen in KINDS[kind][1].items():
+        for name in KINDS[kind][1]:
             if not options.formats or name.partition(",")[0] in options.formats:
-                given = str(place), noted.read_text(), name, chosen
-                seconds, megabytes, written = in_new_process(exported, *given)
+                seconds, megabytes, written = in_new_process(exported, str(place), noted.read_text(), name)
                 figures.value(f"memory of {name}, {items:,} items of {kind}", megabytes, "MB RSS")
                 figures.value(f"speed of {name}, {items:,} items of {kind}", written / seconds, "items/s")
 
@@ -379,23 +325,23 @@ def main() -> int:
     made = parser(__doc__, "")
     made.add_argument("part", choices=PARTS)
     options = read(
-        made, lines=1_000_000, items=int, postgres=os.environ.get("BENCH_POSTGRES", ""), kinds=[*KINDS], formats=str,
+        made, items=int, postgres=os.environ.get("BENCH_POSTGRES", ""), kinds=[*KINDS], formats=str,
         kept="", align=str(ROOT / "tests" / "support" / "aligner"), texts=1_000, known={"kinds": KINDS, "formats": FORMATS},
     )  # fmt: skip
     figures = Figures(options)
     with tempfile.TemporaryDirectory(prefix="nightjar-bench-") as name:
         folder = Path(name)
-        if options.part == "jobs":
-            ingests(figures, folder, options.lines, options.postgres)
-        elif options.part == "exports":
+        if options.part == "exports":
             options.items = options.items or [10_000, 100_000, 1_000_000]
             exports(figures, Path(options.kept or folder), options)
         elif options.part == "words":
             words(figures, options)
         for items in (options.items or [1_000_000]) if options.part == "filters" else ():
-            filters(figures, f"sqlite:///{folder}/filters{items}.sqlite", items, "SQLite")
+            place = f"filters{items}"
+            filters(figures, folder / place, f"sqlite:///{folder}/{place}.sqlite", items, "SQLite")
             if options.postgres:
-                filters(figures, new_database(options.postgres, f"filters{items}"), items, "PostgreSQL")
+                url = new_database(options.postgres, place)
+                filters(figures, folder / f"{place}p", url, items, "PostgreSQL")
     return figures.end("name", "value", "unit", "aim", "limit", "limit_name", "share")
 
 

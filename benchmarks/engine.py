@@ -5,15 +5,17 @@ real engine.
     python -m benchmarks.engine --device cpu --tiny --slots 4
 
 A closed loop keeps every slot taken with utterances of 3 to 15 seconds. Each has its length from the start, but the
-engine does not know it: the weights draw the end at the first frame that `min_new_tokens` allows. Measured, once twice
-as many utterances are out as there are slots, is the whole; each row has its share of the floor. The quoted rate is sustained: the smaller of the frames that the language model made and
-those that were heard. `joules_per_audio_s` is the energy of the whole board, by its counter; `precision` is `exact` (bfloat16
-weights and products). `split_ms` cuts a frame of all slots: `prefill` and `idle` as the engine's stream had them, `codec` as the
+engine does not know it: the weights draw the end at the first frame that `min_new_tokens` allows. Measured, once
+twice as many utterances are out as there are slots, is the whole; each row has its share of the floor. The quoted
+rate is sustained: the smaller of the frames that the language model made and those that were heard.
+`joules_per_audio_s` is the energy of the whole board, by its counter; `precision` is `exact` (bfloat16 weights and
+products). `split_ms` cuts a frame of all slots: `prefill` and `idle` as the engine's stream had them, `codec` as the
 codec takes alone, where it was measured, and `lm` the rest.
 
-`--codec` measures the codec alone first. `--sweep` are further numbers of slots, `--reproducible` those in reproducible mode
-(its codec has `--codec-rows` rows; 0: batches of one length), `--long-prompts` those at a mean context of 300. `--option admit_turns=2` is an option of the engine. `--also` names results whose rows come first: those of the
-reference. A row that fails is named at the end, and the others follow.
+`--codec` measures the codec alone first. `--sweep` are further numbers of slots, `--reproducible` those in
+reproducible mode (its codec has `--codec-rows` rows; 0: batches of one length), `--long-prompts` those at a mean
+context of 300. `--also` names results whose rows come first: those of the reference. A row that fails is named at the
+end, and the others follow.
 """
 
 from __future__ import annotations
@@ -22,24 +24,23 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from benchmarks.checkpoint import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from benchmarks.common import FRAMES_PER_SECOND, Bench, Row, ThreadUse, Use, memory, parser, read, serves
-from benchmarks.kernel import Device, device_named, frame_floor
-from pipelines.codec.stage import CodecStage
+from benchmarks.kernel import device_named, frame_floor
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
-from pipelines.engine.executor import FrameCodes, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
+from pipelines.engine.executor import FrameExecutor
 from pipelines.engine.opening import NativeModelOptions, open_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
@@ -47,12 +48,14 @@ from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.pipeline import FrameRequestInfo, engine_options, open_stage
-from pipelines.qwen3_tts.prompt import TokenizedTask, build_prompt
+from pipelines.qwen3_tts.prompt import Prompt, TokenizedTask, build_prompt
 from pipelines.request import Done, Event, Failed, Listener
 from pipelines.results import Utterance
 from tests.support.lm_tensors import PUBLISHED
 
 SAMPLE_RATE = 24_000
+#: Ids before the text of every prompt.
+ROLE = [151644, 77091, 198]
 #: Text tokens of a second of speech.
 TOKENS_PER_SECOND = 3.3
 MAX_TOKENS, MAX_CONTEXT, PAGE_SIZE = 2048, 4096, 64
@@ -88,37 +91,41 @@ class Load:
         return [max(round(seconds * FRAMES_PER_SECOND), 3) for seconds in drawn]
 
 
+def prompt_of(model: Qwen3TTSModel, draw: np.random.Generator, tokens: int) -> Prompt:
+    """The prompt of a text of so many random tokens."""
+    body = draw.integers(0, 150_000, tokens).tolist()
+    return build_prompt(model.config, TokenizedTask(ROLE, body, language="english", speaker="ryan"))
+
+
 def requests(model: Qwen3TTSModel, load: Load, count: int, most_tokens: int = MAX_TOKENS) -> Pool:
     """Requests with the frames each will have; texts as long as the speech suggests."""
     draw, made = np.random.default_rng(0), list[tuple[GenerationRequest, int]]()
     for index, frames in enumerate(load.lengths(count)):
         tokens = max(round(frames / FRAMES_PER_SECOND * TOKENS_PER_SECOND), 1) + load.more_text
-        body = draw.integers(0, 150_000, tokens).tolist()
-        task = TokenizedTask([151644, 77091, 198], body, language="english", speaker="ryan")
-        prompt, sampling = build_prompt(model.config, task), SamplingParams(min_new_tokens=frames)
+        prompt, sampling = prompt_of(model, draw, tokens), SamplingParams(min_new_tokens=frames)
         made.append((GenerationRequest(str(index), prompt, sampling, index, most_tokens), frames))
     return made
 
 
 class Watched:
-    """A stopwatch around an executor, between `start` and `stop`: the host's time in it, and the time of its work
-    on the device's stream."""
+    """A stopwatch around an executor, between `start` and `stop`: the host's time in its calls, and the time of their
+    work on the device's stream."""
+
+    #: Calls that are timed -> the name of their time.
+    _TIMED: ClassVar = {"embed": "embed", "embed_all": "embed", "prefill": "prefill", "frames": "frames"}
 
     def __init__(self, executor: FrameExecutor) -> None:
-        self._executor, self.device = executor, executor.kv.k.device
-        self._on, self._turns, self._admitted = False, 0, 0
+        self._executor, self.device, self._on = executor, executor.kv.k.device, False
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
+        found = getattr(self._executor, name)
+        return partial(self._call, name, found) if name in self._TIMED else found
 
     def start(self) -> None:
-        self._spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
-            "prefill": [],
-            "frames": [],
-        }
+        marked = ("prefill", "frames") if self.device.type == "cuda" else ()
+        self._spans = {name: list[tuple[torch.cuda.Event, torch.cuda.Event]]() for name in marked}
         self._host: dict[str, float] = dict.fromkeys(("embed", "prefill", "frames", "wait"), 0.0)
-        self._turns = self._admitted = 0
-        self._began, self._on = time.perf_counter(), True
+        self._calls, self._began, self._on = Counter[str](), time.perf_counter(), True
 
     def stop(self) -> dict[str, Any]:
         """Shares of the time between: what the host did, `host_other` being the scheduler; the device's stream with
@@ -126,7 +133,7 @@ class Watched:
         self._on, seconds = False, time.perf_counter() - self._began
         found: dict[str, Any] = {f"host_{name}": spent / seconds for name, spent in self._host.items()}
         found["host_other"] = 1 - sum(found.values())
-        if self.device.type == "cuda":
+        if self._spans:
             # The engine's thread may still add one: what is not synchronized is left out.
             ended = {name: [*spans] for name, spans in self._spans.items()}
             torch.cuda.synchronize(self.device)
@@ -134,52 +141,30 @@ class Watched:
                 took = sum(begin.elapsed_time(end) for begin, end in spans)
                 found[f"stream_{name}"] = took / 1000 / seconds
             found["stream_idle"] = 1 - found["stream_prefill"] - found["stream_frames"]
-        counts = {"turns": self._turns, "prefills": len(self._spans["prefill"]), "admitted": self._admitted}
-        return found | counts
+        counted = {"turns": "frames", "prefills": "prefill", "admitted": "embed"}
+        return found | {name: self._calls[call] for name, call in counted.items()}
 
-    def embed_all(self, prompts: Sequence[object]) -> list[Tensor]:
-        with self._timed("embed"):
-            return self._executor.embed_all(prompts)
-
-    def embed(self, prompt: object) -> Tensor:
-        self._admitted += self._on
-        with self._timed("embed"):
-            return self._executor.embed(prompt)
-
-    def prefill(self, runs: Sequence[PrefillRun]) -> None:
-        with self._timed("prefill", on_stream=True):
-            self._executor.prefill(runs)
-
-    def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
-        self._turns += self._on
-        with self._timed("frames", on_stream=True):
-            pending = self._executor.frames(slots, count, settings)
-
-        def waited() -> FrameCodes:
-            with self._timed("wait"):
-                return pending()
-
-        return waited
-
-    @contextmanager
-    def _timed(self, name: str, on_stream: bool = False) -> Iterator[None]:
+    def _call(self, name: str, work: Callable[..., Any], *given: Any) -> Any:
+        """A call of the executor; what `frames` returns is a call too, which waits for the codes."""
         if not self._on:
-            yield
-            return
-        begin, span = time.perf_counter(), list[torch.cuda.Event]()
-        on_stream &= self.device.type == "cuda"
+            return work(*given)
+        counts_as = self._TIMED[name]
+        self._calls[counts_as] += len(given[0]) if name == "embed_all" else 1
+        made = self._timed(counts_as, work, *given)
+        return partial(self._timed, "wait", made) if name == "frames" else made
 
-        def mark() -> None:
-            if on_stream:
-                span.append(torch.cuda.Event(enable_timing=True))
-                span[-1].record()
-
-        mark()
-        yield
-        mark()
-        if on_stream:
-            self._spans[name].append((span[0], span[1]))
+    def _timed(self, name: str, work: Callable[..., Any], *given: Any) -> Any:
+        begin, marks = time.perf_counter(), self._spans.get(name)
+        if marks is None:
+            made = work(*given)
+        else:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            made = work(*given)
+            end.record()
+            marks.append((start, end))
         self._host[name] += time.perf_counter() - begin
+        return made
 
 
 @dataclass(slots=True)
@@ -201,26 +186,6 @@ class Tally:
         if not (isinstance(error, SynthesisError) and error.code is ErrorCode.SYNTH_ABORTED):
             with self.lock:
                 self.wrong += 1
-
-
-class Heard(Utterance):
-    """The receiver of the real pipeline, whose speech is counted."""
-
-    def __init__(self, loop: ClosedLoop, wanted: int, stage: CodecStage) -> None:
-        self._loop, self._wanted = loop, wanted
-        info = FrameRequestInfo("", SAMPLE_RATE, {}, keep_unfinished=True)
-        super().__init__(info, stage, Listener(self._heard, lambda _done: None))
-
-    def _heard(self, event: Event) -> None:
-        tally = self._loop.tally
-        if isinstance(event, Failed):
-            tally.failed(event.error)
-        elif isinstance(event, Done):
-            speech = event.speech
-            frames = int(speech.meta["frames"])
-            whole = len(speech.samples) == frames * SAMPLE_RATE / FRAMES_PER_SECOND
-            tally.heard(frames, whole and frames == self._wanted and speech.meta["finish"] == "eos")
-        self._loop.room.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,11 +245,21 @@ class ClosedLoop:
                 self.room.release()
                 return
             named = replace(request, request_id=str(number), seed=number)
-            heard: Any = Heard(self, frames, self._stage)
+            info = FrameRequestInfo("", SAMPLE_RATE, {}, keep_unfinished=True)
+            listener = Listener(partial(self._heard, frames), lambda _done: None)
             try:
-                self.engine.submit(named, heard)
+                self.engine.submit(named, cast(Any, Utterance(info, self._stage, listener)))
             except SynthesisError:  # closed
                 return
+
+    def _heard(self, wanted: int, event: Event) -> None:
+        if isinstance(event, Failed):
+            self.tally.failed(event.error)
+        elif isinstance(event, Done):
+            frames = int(event.speech.meta["frames"])
+            whole = len(event.speech.samples) == frames * SAMPLE_RATE / FRAMES_PER_SECOND
+            self.tally.heard(frames, whole and frames == wanted and event.speech.meta["finish"] == "eos")
+        self.room.release()
 
     def mark(self) -> Mark:
         core = self.engine.core
@@ -334,65 +309,10 @@ class ClosedLoop:
         self._feeder.join()
 
 
-def codec_alone(
-    decoder: CodecDecoder, lengths: Sequence[int], seconds: float, at_once: int = 512
-) -> dict[str, Any]:
-    """Whole utterances of `lengths` frames from codes on the host to samples on the host, through the engine's own
-    stage, which always has more to do."""
-    draw, size = np.random.default_rng(0), decoder.config.codebook_size
-    codes = [draw.integers(0, size, (frames, decoder.config.num_quantizers)) for frames in lengths]
-    stage, tally, room = open_stage(decoder), Tally(), threading.Semaphore(at_once)
-
-    def order(one: NDArray[np.int64]) -> None:
-        def done(samples: NDArray[np.float32] | NightjarError) -> None:
-            failed = isinstance(samples, NightjarError)
-            tally.heard(len(one), not failed and len(samples) == len(one) * decoder.samples_per_frame)
-            room.release()
-
-        room.acquire()
-        stage.decode(one, done)
-
-    for one in codes:
-        order(one)
-    while tally.utterances < len(codes):  # kernels are built
-        time.sleep(0.001)
-    feed = itertools.cycle(codes)
-    for one in itertools.islice(feed, 2 * at_once):
-        order(one)
-    before, began, threads = tally.frames, time.perf_counter(), ThreadUse()
-    for one in feed:
-        if tally.frames > before and time.perf_counter() - began >= seconds:
-            break
-        order(one)
-    took, frames, shares = time.perf_counter() - began, tally.frames - before, threads.shares()
-    stage.close()
-    rate = frames / took
-    return {
-        "us_per_frame": 1e6 / rate,
-        "ms_per_frame": 1000 / rate,
-        "frames_per_s": rate,
-        "audio_s_per_s": rate / FRAMES_PER_SECOND,
-        "seconds": took,
-        "wrong_lengths": tally.wrong,
-        "thread_cpu_share": shares,
-    }
-
-
 def mean_context(lengths: Iterable[tuple[int, int]]) -> float:
     """The context that a slot has on average over time, for utterances of (prompt positions, frames)."""
     each = list(lengths)
     return sum(made * (prompt + made / 2) for prompt, made in each) / sum(made for _, made in each)
-
-
-def floor_ms(part: str, size: str, rows: int, context: float, device: Device | None) -> float | None:
-    """The least milliseconds of a frame of the whole batch: "all" (language model, then codec) or "codec" (of one row);
-    None if unknown."""
-    if device is None or size == "tiny":
-        return None
-    codec = 1000 * 2 * CODEC_MACS / device.flops
-    if part == "codec":
-        return codec
-    return 1000 * frame_floor(PUBLISHED[size], rows, context, device) + rows * codec
 
 
 class Throughput:
@@ -405,9 +325,7 @@ class Throughput:
         self.limits = device_named(bench.found["device"])
         self.model = dummy_model(size, bench.device, bench.dtype, MAX_CONTEXT, ends=True)
         #: Microseconds a frame of the codec alone, where it was measured.
-        self.codec_us: float | None = None
-        chosen = (one.partition("=") for one in bench.options.option)
-        self.overrides: dict[str, Any] = {name: int(number) for name, _, number in chosen}
+        self.codec_us = 0.0
 
     def measure(self, slots: int, windows: int, reproducible: bool = False, more_text: int = 0) -> None:
         """The row of the whole with `slots` slots."""
@@ -418,19 +336,17 @@ class Throughput:
         pool = requests(self.model, load, max(4 * slots, 64), most)
         context = mean_context((len(request.prompt), frames) for request, frames in pool)
         decoder = self.fixed_decoder() if reproducible else self.decoder
-        about: Row = {"frames_per_turn": options.frames_per_turn, "admit_turns": options.admit_turns}
-        about |= {"reproducible": reproducible, "more_text": more_text, "open_s": opened, "context": context}
-        about |= {"spare_slots": options.spare_slots}
+        row: Row = {"size": self.size, "part": "all", "slots": slots, "precision": "exact"}
+        row |= {"frames_per_turn": options.frames_per_turn, "admit_turns": options.admit_turns}
+        row |= {"reproducible": reproducible, "more_text": more_text, "open_s": opened, "context": context}
+        row["spare_slots"] = options.spare_slots
         loop = ClosedLoop(executor, options, pool, decoder)
         try:
-            settled = loop.settle(2 * slots + 8, SETTLE_SECONDS)
-            row: Row = {"size": self.size, "part": "all", "slots": slots, "precision": "exact", **about}
-            row["settled"] = settled
+            row["settled"] = loop.settle(2 * slots + 8, SETTLE_SECONDS)
             row |= loop.measure(load.seconds, windows) | memory(self.bench.device)
         finally:
             loop.close()
-        row["floor_ms"] = floor_ms("all", self.size, slots, context, self.limits)
-        self.bench.add(row | {"floor_share": share(row), "split_ms": self.split_ms(row)})
+        self.bench.add(self.with_floor(row, slots, context) | {"split_ms": self.split_ms(row)})
 
     def open(
         self, slots: int, load: Load, reproducible: bool = False, wide: bool = True
@@ -443,7 +359,6 @@ class Throughput:
         )
         wide &= not reproducible
         options = engine_options(model.config, model.device, model.dtype, asked, wide=wide)
-        options = replace(options, **self.overrides)
         options = replace(options, pages=(slots + options.spare_slots) * each)
         began = time.perf_counter()
         executor = open_executor(model, options, reproducible=reproducible and self.bench.on_gpu)
@@ -458,35 +373,64 @@ class Throughput:
         return made
 
     def codec(self) -> None:
-        """The row of the codec alone."""
-        tiny = self.size == "tiny"
-        lengths = [frames for _, frames in requests(self.model, self.load, 16 if tiny else 1024)]
-        found = codec_alone(self.decoder, lengths, self.load.seconds, 8 if tiny else 512)
-        row: Row = {"part": "codec", "size": "", **found, **memory(self.bench.device)}
-        row["floor_ms"] = floor_ms("codec", self.size, 1, 0, self.limits)
-        self.bench.add(row | {"floor_share": share(row)})
-        self.codec_us = found["us_per_frame"]
+        """The row of the codec alone: whole utterances from codes on the host to samples on the host, through the
+        engine's own stage, which always has more to do."""
+        count, at_once = (16, 8) if self.size == "tiny" else (1024, 512)
+        draw, decoder = np.random.default_rng(0), self.decoder
+        size, books = self.config.codebook_size, self.config.num_quantizers
+        codes = [draw.integers(0, size, (frames, books)) for frames in self.load.lengths(count)]
+        stage, tally, room = open_stage(decoder), Tally(), threading.Semaphore(at_once)
+
+        def order(one: NDArray[np.int64]) -> None:
+            def done(samples: NDArray[np.float32] | NightjarError) -> None:
+                failed = isinstance(samples, NightjarError)
+                tally.heard(len(one), not failed and len(samples) == len(one) * decoder.samples_per_frame)
+                room.release()
+
+            room.acquire()
+            stage.decode(one, done)
+
+        for one in codes:
+            order(one)
+        while tally.utterances < len(codes):  # kernels are built
+            time.sleep(0.001)
+        feed = itertools.cycle(codes)
+        for one in itertools.islice(feed, 2 * at_once):
+            order(one)
+        before, began, threads = tally.frames, time.perf_counter(), ThreadUse()
+        while tally.frames == before or time.perf_counter() - began < self.load.seconds:
+            order(next(feed))
+        took, frames, shares = time.perf_counter() - began, tally.frames - before, threads.shares()
+        stage.close()
+        rate, self.codec_us = frames / took, 1e6 * took / frames
+        row: Row = {"part": "codec", "size": "", "us_per_frame": self.codec_us, "frames_per_s": rate}
+        row |= {"ms_per_frame": 1000 / rate, "audio_s_per_s": rate / FRAMES_PER_SECOND, "seconds": took}
+        row |= {"wrong_lengths": tally.wrong, "thread_cpu_share": shares, **memory(self.bench.device)}
+        self.bench.add(self.with_floor(row, 1, None))
+
+    def with_floor(self, row: Row, rows: int, context: float | None) -> Row:
+        """The row with its floor, where that is known: the least milliseconds of a frame of all rows, of the language
+        model at this mean context (None: without it) and then of the codec; and its part of the time."""
+        least, took = None, row["ms_per_frame"]
+        if self.limits is not None and self.size != "tiny":
+            lm = 0.0 if context is None else frame_floor(PUBLISHED[self.size], rows, context, self.limits)
+            least = 1000 * (lm + rows * 2 * CODEC_MACS / self.limits.flops)
+        return row | {"floor_ms": least, "floor_share": least / took if least and took else None}
 
     def split_ms(self, row: Row) -> dict[str, float]:
         """Milliseconds of a frame of all slots by what the device did; together they are `ms_per_frame`. Empty where
         no device was watched."""
         if "stream_frames" not in row or not row.get("ms_per_frame"):
             return {}
-        whole = row["ms_per_frame"]
-        codec = row["slots"] * (self.codec_us or 0.0) / 1000
+        whole, codec = row["ms_per_frame"], row["slots"] * self.codec_us / 1000
         found = {"prefill": whole * row["stream_prefill"], "idle": whole * row["stream_idle"], "codec": codec}
         return {"lm": whole - sum(found.values()), **found}
-
-
-def share(row: Row) -> float | None:
-    """The floor's part of the time that a frame took."""
-    return row["floor_ms"] / row["ms_per_frame"] if row.get("floor_ms") and row.get("ms_per_frame") else None
 
 
 def main() -> int:
     options = read(
         parser(__doc__), sizes=["0b6", "1b7"], slots=[512, 128], sweep=int, reproducible=int, codec_rows=256,
-        long_prompts=int, codec=False, seconds=3.0, windows=5, option=str, also=Path,
+        long_prompts=int, codec=False, seconds=3.0, windows=5, also=Path,
     )  # fmt: skip
     load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, options.seconds)
     sizes, windows = (["tiny"], 2) if options.tiny else (options.sizes, options.windows)

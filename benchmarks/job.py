@@ -53,27 +53,18 @@ import sys
 import tempfile
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import closing, suppress
 from datetime import datetime
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import voices
 from benchmarks.checkpoint import write_ctc
-from benchmarks.common import (
-    FRAMES_PER_SECOND,
-    ROOT,
-    Bench,
-    Row,
-    Use,
-    environment_with,
-    new_database,
-    parser,
-    read,
-)
+from benchmarks.common import FRAMES_PER_SECOND, ROOT, Bench, Row, Use, environment_with, parser, read
 from benchmarks.engine import Load
 from benchmarks.voices import words_of
 from jobs.checks import PRESETS, Option, quality_of
@@ -111,21 +102,14 @@ def steady(commits: Sequence[Commit], slots: int) -> dict[str, Any]:
     The ramp are the first 2 * slots items, the tail the last 1.5 * slots. Both ends of the span are commits, so that what
     one commit gathered is never counted without its time.
     """
-    total, done = sum(commit.items for commit in commits), 0
-    after_ramp, before_tail = list[int](), list[int]()
-    for index, commit in enumerate(commits):
-        done += commit.items
-        (after_ramp if done >= 2 * slots else []).append(index)
-        (before_tail if total - done >= 1.5 * slots else []).append(index)
-    if after_ramp and before_tail and before_tail[-1] > after_ramp[0]:
-        return _between(commits, after_ramp[0], before_tail[-1])
-    return {}
+    done = list(accumulate(commit.items for commit in commits))
+    after_ramp, before_tail = bisect_left(done, 2 * slots), bisect_right(done, done[-1] - 1.5 * slots) - 1
+    return _between(commits, after_ramp, before_tail) if before_tail > after_ramp else {}
 
 
 def later_half(commits: Sequence[Commit]) -> dict[str, Any]:
     """The rate in the later half of the time between the first commit and the last one; {} where there is one commit."""
-    middle = (commits[0].at + commits[-1].at) / 2
-    first = next(index for index, commit in enumerate(commits) if commit.at >= middle)
+    first = bisect_left([commit.at for commit in commits], (commits[0].at + commits[-1].at) / 2)
     return _between(commits, first, len(commits) - 1) if first < len(commits) - 1 else {}
 
 
@@ -154,12 +138,6 @@ def write_input(
             if spoken:
                 line["generation"] = {"reference_text": words_of(recordings[voice], voice)}
             file.write(json.dumps(line) + "\n")
-
-
-def slots_of(log_lines: Sequence[str]) -> int | None:
-    """The slots of a worker's engine by its log, `engine ready: ..., 512 slots`; None where the log has no such line."""
-    found = (re.search(r"engine ready: .*?(\d+) slots", line) for line in log_lines)
-    return next((int(one[1]) for one in found if one), None)
 
 
 def start_lines(log: Path) -> list[str]:
@@ -293,7 +271,7 @@ class JobBench:
         ]
         pool = MeterPool(self.options.meters or None)
         processes = pool.processes
-        try:
+        with closing(pool):
             # Each process opens the meter and chooses its kernels.
             wait([pool.submit(one) for one in tasks * max(1, processes // 4)])
             began, use = time.perf_counter(), Use(os.getpid())
@@ -301,22 +279,23 @@ class JobBench:
             done = wait(futures, self.options.meter_seconds).done
             seconds = time.perf_counter() - began
             use.stop()
-        finally:
-            pool.close()
         failed = [str(one.exception()) for one in done if one.exception()]
         audio = sum(lengths[number % len(lengths)] for number, one in enumerate(futures) if one in done)
         now = time.time()
-        row: Row = {"path": "meter", "meter": name, "meters": processes, "items": len(done)}
-        row |= {"failed": len(failed), "error": failed[:1], "voices": 0, "qa": "strict"}
-        row |= {"meter_audio_s_per_s": audio / seconds}
+        row: Row = {"path": "meter", "meter": name, "meters": processes, "items": len(done), "qa": "strict"}
+        row |= {
+            "failed": len(failed),
+            "error": failed[:1],
+            "voices": 0,
+            "meter_audio_s_per_s": audio / seconds,
+        }
         self.bench.add(row | use.between(now - seconds, now, audio / seconds, 1))
 
     def engine(self, size: str, gpus: int) -> None:
         """The row of the engine alone: one closed loop for each GPU, all at once."""
         words = [sys.executable, "-m", "benchmarks.engine", "--device", self.options.device]
-        words += ["--slots", str(self.slots)]
         full = ["--sizes", size, "--seconds", str(self.load.seconds), "--windows", "3"]
-        words += ["--tiny"] if size == "tiny" else full
+        words += ["--slots", str(self.slots), *(["--tiny"] if size == "tiny" else full)]
         found = [self.folder / f"engine-{size}-{gpus}-{gpu}.json" for gpu in range(gpus)]
         running = list[subprocess.Popen[Any]]()
         for gpu, path in enumerate(found):
@@ -335,8 +314,13 @@ class JobBench:
         rate = sum(row["audio_s_per_s"] for row in rows)
         self.engine_rates[size, gpus] = rate
         kept = ("wrong_lengths", "spread", "process_cpu_share", "gpu_busy_nvml", "open_s", "precision")
-        row: Row = {"path": "engine", "size": size, "gpus": gpus, "slots": self.slots}
-        row["engine_audio_s_per_s"] = rate
+        row: Row = {
+            "path": "engine",
+            "size": size,
+            "gpus": gpus,
+            "slots": self.slots,
+            "engine_audio_s_per_s": rate,
+        }
         if all("joules_per_audio_s" in one for one in rows):
             joules = (one["joules_per_audio_s"] * one["audio_s_per_s"] for one in rows)
             row["joules_per_audio_s"] = sum(joules) / rate
@@ -359,11 +343,10 @@ class JobBench:
             )
         if short:
             return
-        slots = slots_of(found["worker_said"])
-        row: Row = {"path": path, "size": size, "gpus": gpus, "slots": slots, "qa": qa}
-        row["precision"] = "exact"
-        row |= {"output": self.options.output}
-        row |= {"cloning": cloning, "voices": count, "start": "warm", "items": len(frames)}
+        slots = re.search(r"engine ready: .*?(\d+) slots", "\n".join(found["worker_said"]))
+        row: Row = {"path": path, "size": size, "gpus": gpus, "slots": int(slots[1]) if slots else None}
+        row |= {"qa": qa, "precision": "exact", "output": self.options.output, "cloning": cloning}
+        row |= {"voices": count, "start": "warm", "items": len(frames)}
         row |= {"asked_audio_s": sum(frames) / FRAMES_PER_SECOND} | found
         span = steady(commits, self.slots * gpus)
         if not span and sum(commit.items for commit in commits) + row["failed"] < len(frames):
@@ -402,9 +385,8 @@ class JobBench:
             return self.load.lengths(self.options.items)
         rate = self.engine_rates.get((size, gpus)) or self.options.expected * gpus
         seconds, beside = (2.0, 0) if short else (self.options.seconds, 3 * self.slots * gpus)
-        return self.load.lengths(
-            round(2 * seconds * rate / (self.load.shortest + self.load.longest)) + beside
-        )
+        mean = (self.load.shortest + self.load.longest) / 2
+        return self.load.lengths(round(seconds * rate / mean) + beside)
 
     def _words(self, size: str, gpus: int, cloning: str, qa: str) -> tuple[list[str], list[str]]:
         """Options of the job, and of the worker; on a CPU several workers have GPUs in name only."""
@@ -445,6 +427,8 @@ class JobBench:
         import psycopg
         import redis
 
+        from benchmarks.common import new_database
+
         database = new_database(os.environ["BENCH_POSTGRES"], folder.name.replace("_", "x"))
         redis.Redis.from_url(os.environ["BENCH_BROKER"]).flushall()
         place = f"{os.environ['BENCH_STORE']}/{folder.name.replace('_', 'x')}"
@@ -469,14 +453,11 @@ class JobBench:
     def _jobs(self, size: str, cloning: str, counts: Sequence[int]) -> None:
         options = self.options
         if options.warm:
-            self.attempt(
-                f"first {size} {cloning}", self.job, "folder", size, 1, cloning, counts[0], "off", True
-            )
-        for gpus in options.gpus:
-            for path in options.paths:
-                for count, qa in product(counts, options.qa):
-                    part = f"{path} {size} {gpus} {cloning} {count} {qa}"
-                    self.attempt(part, self.job, path, size, gpus, cloning, count, qa)
+            short = "folder", size, 1, cloning, counts[0], "off", True
+            self.attempt(f"first {size} {cloning}", self.job, *short)
+        for gpus, path, count, qa in product(options.gpus, options.paths, counts, options.qa):
+            part = f"{path} {size} {gpus} {cloning} {count} {qa}"
+            self.attempt(part, self.job, path, size, gpus, cloning, count, qa)
 
     def measure(self) -> int:
         options = self.options

@@ -20,12 +20,11 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from benchmarks.common import Bench, graph_us, parser, read
 from kernels import lm_products
 from kernels.attention import PackedPrompts
-from kernels.frame import FrameTensors, StateTensors
+from kernels.frame import FrameTensors
 from kernels.lm_frame import FusedFrame, PersistentFrame, plan_for
 from kernels.lm_persistent import Predictor, PredictorRun, Talker, predictor_config, talker_config
 from kernels.prefill import prefill_packed
@@ -82,19 +81,13 @@ def frame_floor(shape: Shape, rows: int, context: float, device: Device) -> floa
     return found + seconds(steps * depth + heads + rows * (seen - 1) * kept, flops)
 
 
-def state_of(
-    maker: Maker, shape: Shape, rows: int, context: int
-) -> tuple[StateTensors, Tensor, Tensor, Tensor]:
-    """Slots at contexts around this one, the contexts, keys and values."""
-    contexts = maker.integers(context * 2 // 3, context * 4 // 3 + 1, rows)
-    pages = rows * -(-(context * 4 // 3 + 64) // PAGE) + 1
-    return maker.state(shape, rows, pages, PAGE, contexts), contexts, *maker.caches(shape, pages, PAGE)
-
-
 def frame_part(bench: Bench, name: str, shape: Shape, rows: int, context: int) -> None:
-    """Whole frames; of the persistent kernels the predictor's alone, and the talker's too where it has one."""
+    """Whole frames of slots at contexts around this one; of the persistent kernels the predictor's alone, and the
+    talker's too where it has one."""
     maker = Maker(str(bench.device), torch.bfloat16)
-    weights, (state, contexts, k, v) = maker.frame(shape), state_of(maker, shape, rows, context)
+    weights, contexts = maker.frame(shape), maker.integers(context * 2 // 3, context * 4 // 3 + 1, rows)
+    pages = rows * -(-(context * 4 // 3 + 64) // PAGE) + 1
+    state, (k, v) = maker.state(shape, rows, pages, PAGE, contexts), maker.caches(shape, pages, PAGE)
     slots, plan = torch.arange(rows, device=bench.device), plan_for(rows, shape.hidden)
     codes = torch.zeros(rows, shape.codebooks, dtype=torch.int64, device=bench.device)
     flags = torch.zeros(rows, dtype=torch.uint8, device=bench.device)
@@ -134,22 +127,18 @@ def persistent(
     return found
 
 
-def prompts_of(total: int, length: int, device: torch.device) -> tuple[PackedPrompts, int]:
-    """Prompts of one length that fill `total` positions, the last one cut off, each on pages of its own; and how many
-    pages there are."""
-    counts = [min(length, total - begin) for begin in range(0, total, length)]
-    each = -(-length // PAGE)
+def prefill_part(bench: Bench, name: str, shape: Shape, positions: int, length: int) -> None:
+    """Prompts of one length that fill the positions, the last one cut off, each on pages of its own."""
+    maker, device = Maker(str(bench.device), bench.dtype), bench.device
+    stack = maker.stack(shape.hidden, shape.inter, shape.layers, shape, length)
+    counts, each = (
+        [min(length, positions - begin) for begin in range(0, positions, length)],
+        -(-length // PAGE),
+    )
     table = torch.arange(1, len(counts) * each + 1, device=device).view(len(counts), each)
     told = list(range(len(counts))), [0] * len(counts), counts
-    packed = PackedPrompts(table, *(torch.tensor(values, device=device) for values in told))
-    return packed, len(counts) * each + 1
-
-
-def prefill_part(bench: Bench, name: str, shape: Shape, positions: int, length: int) -> None:
-    maker = Maker(str(bench.device), bench.dtype)
-    stack = maker.stack(shape.hidden, shape.inter, shape.layers, shape, length)
-    prompts, pages = prompts_of(positions, length, bench.device)
-    (k, v), embeddings = maker.caches(shape, pages, PAGE), maker.normal(positions, shape.hidden)
+    prompts = PackedPrompts(table, *(torch.tensor(values, device=device) for values in told))
+    (k, v), embeddings = maker.caches(shape, table.numel() + 1, PAGE), maker.normal(positions, shape.hidden)
     us = graph_us(partial(prefill_packed, embeddings, prompts, stack, k, v, 0), 11)
     processors = lm_products.processors(bench.device.index or 0)
     fills = lm_products.supports_swiglu(stack.layers[0].down)

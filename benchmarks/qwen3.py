@@ -23,7 +23,6 @@ batch sizes with cudnn.benchmark. Language model and decoder run one after the o
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.machinery
 import json
@@ -33,7 +32,9 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -43,56 +44,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.checkpoint import (
-    PUBLISHED_CODEC,
-    TINY_CODEC,
-    codec_values,
-    decoder_keys,
-    dummy_decoder,
-    dummy_model,
-    fill,
-    qwen3_config,
-)
+from benchmarks import checkpoint
+from benchmarks.checkpoint import PUBLISHED_CODEC, TINY_CODEC, codec_values, dummy_decoder, dummy_model
 from benchmarks.common import FRAMES_PER_SECOND, Bench, Row, environment_with, memory, parser, read
-from benchmarks.engine import PAGE_SIZE, ClosedLoop, Load, Throughput, requests
+from benchmarks.engine import PAGE_SIZE, ROLE, ClosedLoop, Load, Throughput, prompt_of, requests
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.executor import FrameExecutor
 from pipelines.engine.opening import open_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
-from pipelines.errors import NightjarError
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.model import Qwen3TTSModel
-from pipelines.qwen3_tts.prompt import TokenizedTask, build_prompt
 
 Codes = dict[str, NDArray[np.int64]]
 CONTEXT = 1024
 
 
-class Heard:
-    """Keeps the codes of a whole utterance; those that are left out make the comparison fail."""
-
-    def __init__(self) -> None:
-        self.codes: NDArray[np.int64] | None = None
-
-    def frames(self, codes: NDArray[np.int64]) -> None:
-        """Only whole utterances are compared."""
-
-    def finished(self, codes: NDArray[np.int64], finish: str, log_probabilities: NDArray[np.float64]) -> None:
-        self.codes = codes
-
-    def failed(self, error: NightjarError) -> None: ...
-
-
 def varied_requests(model: Qwen3TTSModel, count: int, longest: int, most: int) -> list[GenerationRequest]:
     """Sampled requests whose prompts take every path of prefill: most of up to a page, every fourth up to
     `longest` positions."""
-    draw, role = np.random.default_rng(5), [151644, 77091, 198]
-    made: list[GenerationRequest] = []
+    draw, made = np.random.default_rng(5), list[GenerationRequest]()
     for index in range(count):
-        tokens = int(draw.integers(3, longest if index % 4 == 3 else 50))
-        body = draw.integers(0, 150_000, tokens).tolist()
-        prompt = build_prompt(model.config, TokenizedTask(role, body, language="english", speaker="ryan"))
+        prompt = prompt_of(model, draw, int(draw.integers(3, longest if index % 4 == 3 else 50)))
         sampling, frames = SamplingParams(top_p=1.0 if index % 2 else 0.9), int(draw.integers(3, most))
         made.append(GenerationRequest(str(index), prompt, sampling, index, frames))
     return made
@@ -101,15 +74,21 @@ def varied_requests(model: Qwen3TTSModel, count: int, longest: int, most: int) -
 def spoken(
     executor: FrameExecutor, options: EngineOptions, batch: Sequence[GenerationRequest], together: int
 ) -> Codes:
-    """The codes of every request when at most `together` run at once."""
-    heard = {request.request_id: Heard() for request in batch}
-    core = EngineCore(executor, options)
+    """The codes of every request when at most `together` run at once. One that fails has none, so that a comparison
+    fails."""
+    heard, core = Codes(), EngineCore(executor, options)
+
+    def receiver(name: str) -> Any:
+        kept = SimpleNamespace(frames=lambda _codes: None, failed=lambda _error: None)
+        kept.finished = lambda codes, *_: heard.update({name: codes})
+        return kept
+
     for start in range(0, len(batch), together):
         for request in batch[start : start + together]:
-            core.add(request, heard[request.request_id])
+            core.add(request, receiver(request.request_id))
         while core.busy:
             core.step()
-    return {name: one.codes for name, one in heard.items() if one.codes is not None}
+    return heard
 
 
 def differing(first: Codes, second: Codes) -> list[str]:
@@ -152,17 +131,15 @@ def bits(bench: Bench, size: str, slots: int) -> dict[str, Any]:
         del executor
         again = spoken(opened(), sizes(2), batch, len(batch))
         assert len(mix) == len(other) == len(again) == len(batch)
-        found: dict[str, Any] = {
-            "requests": len(batch),
-            "alone": len(alone),
-            "frames": sum(map(len, mix.values())),
+        found = {
             "differ_alone": differing(alone, mix),
             "differ_in_another_mix": differing(other, mix),
             "differ_on_a_second_run": differing(again, mix),
             "differ_in_audio": differing_audio(decoder, mix, few),
         }
-    same = not any(value for key, value in found.items() if key.startswith("differ"))
-    return {**found, "same_bits": same, "seconds": time.perf_counter() - began}
+    counts = {"requests": len(batch), "alone": len(alone), "frames": sum(map(len, mix.values()))}
+    seconds = time.perf_counter() - began
+    return {**counts, **found, "same_bits": not any(found.values()), "seconds": seconds}
 
 
 MIB = 2**20
@@ -258,7 +235,7 @@ def soak(bench: Bench, size: str, slots: int) -> dict[str, Any]:
 
 
 SITE = "NIGHTJAR_REFERENCE_SITE"
-ROLE, TAIL = [151644, 77091, 198], [151645, 198, 151644, 77091, 198]
+TAIL = [151645, 198, *ROLE]
 #: What the package imports and the 12 Hz models never use.
 STUBS = (
     "torchaudio", "torchaudio.compliance", "torchaudio.compliance.kaldi", "sox", "onnxruntime", "librosa", "librosa.filters",
@@ -268,7 +245,7 @@ STUBS = (
 
 def reference_config(size: str) -> dict[str, Any]:
     """The package's keyword arguments of its config, for "0b6", "1b7" or "tiny"."""
-    config = qwen3_config(size)
+    config = checkpoint.qwen3_config(size)
     for key in ("model_type", "assistant_token_id"):
         del config[key]
     talker = config["talker_config"]
@@ -283,7 +260,7 @@ def reference_config(size: str) -> dict[str, Any]:
 
 def decoder_config(size: str) -> dict[str, Any]:
     """The package's keyword arguments of its codec decoder's config, which knows three of ours by itself."""
-    config = decoder_keys(size)
+    config = checkpoint.decoder_keys(size)
     for ours in ("rms_norm_eps", "upsample_rates", "upsampling_ratios"):
         del config[ours]
     return config | {"num_semantic_quantizers": 1, "vector_quantization_hidden_dimension": 512}
@@ -303,8 +280,8 @@ def open_reference(size: str, device: torch.device, dtype: torch.dtype) -> tuple
     with device, no_init_weights():
         model = Qwen3TTSForConditionalGeneration._from_config(Qwen3TTSConfig(**config), **how)
         decoder = modeling.Qwen3TTSTokenizerV2Decoder._from_config(codec, **how)
-    fill(model.eval(), codec_values)
-    fill(decoder.eval(), codec_values, 1)
+    checkpoint.fill(model.eval(), codec_values)
+    checkpoint.fill(decoder.eval(), codec_values, 1)
     with torch.no_grad():
         model.talker.codec_head.weight[config["talker_config"]["codec_eos_token_id"]] = 0
     return model, decoder
@@ -367,28 +344,21 @@ def reference(bench: Bench, size: str) -> None:
         bench.add(row | {"peak_gib": memory(bench.device).get("peak_gib")})
 
 
-def in_its_own_site() -> int:
-    """Runs this module again with the reference's packages before all others."""
-    site = os.environ.get(SITE, "")
-    if not Path(site, "qwen_tts").is_dir():
-        what = "names no folder with the packages of benchmarks/requirements-reference.txt"
-        print(f"{SITE} {what}", file=sys.stderr)
-        return 2
-    command = [sys.executable, "-m", "benchmarks.qwen3", *sys.argv[1:], "--here"]
-    return subprocess.run(command, env=environment_with(site), check=False).returncode
-
-
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("part", choices=("bits", "soak", "reference"))
-    made.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    options = read(
-        made, size="0b6", slots=0, count=10_000, seconds=90.0, option=str, batches=[256, 512], frames=48
-    )  # fmt: skip
+    options = read(made, size="0b6", slots=0, count=10_000, seconds=90.0, batches=[256, 512], frames=48)
     size, part = "tiny" if options.tiny else options.size, options.part
     if part == "reference":
-        if not options.here:
-            return in_its_own_site()
+        if find_spec("qwen_tts") is None:
+            # Again, with the reference's packages before all others.
+            site = os.environ.get(SITE, "")
+            if not Path(site, "qwen_tts").is_dir():
+                made.error(
+                    f"{SITE} names no folder with the packages of benchmarks/requirements-reference.txt"
+                )
+            command = [sys.executable, "-m", "benchmarks.qwen3", *sys.argv[1:]]
+            return subprocess.run(command, env=environment_with(site), check=False).returncode
         for name in STUBS:
             spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
             sys.modules[name] = MagicMock(__path__=[], __spec__=spec)

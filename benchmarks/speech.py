@@ -26,14 +26,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from queue import Queue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -54,17 +54,7 @@ from pipelines.fish_speech import pipeline as fish_pipeline
 from pipelines.fish_speech.model import FishModel
 from pipelines.fish_speech.model import take_weights as take_fish
 from pipelines.options import TokenModelOptions
-from pipelines.request import (
-    Done,
-    Event,
-    Failed,
-    Generation,
-    Message,
-    Pipeline,
-    Speech,
-    SynthesisRequest,
-    submit,
-)
+from pipelines.request import Generation, Message, Pipeline, SynthesisRequest, stream, submit
 from pipelines.results import Receiver
 from pipelines.spark_tts import pipeline as spark_pipeline
 from pipelines.spark_tts.config import LLM
@@ -83,7 +73,7 @@ if TYPE_CHECKING:
 #: Positions of a sequence, and of a page.
 CONTEXT, PAGE_SIZE = 1024, 64
 PARTS, SPEECHLM_PARTS = ("speech", "streams"), ("text", "streams", "mixed", "pairs")
-#: Recordings of the warm-up, seconds of a recording, and threads that start requests.
+#: Recordings of the warm-up, seconds of a recording, and requests that are started at once.
 VOICES, REFERENCE_SECONDS, FEEDERS = 16, 6.0, 32
 TEXT = "The rain falls on the quiet street, and nobody walks. "
 #: Requests of a steady run for each slot; and the number of slots for which one more request is in flight, to enter the
@@ -254,9 +244,9 @@ class Native:
 class Speaking:
     """What is measured of a pipeline on either engine."""
 
-    def __init__(self, family: Spark | Fish, pipeline: Any, engine: str, about: dict[str, Any]) -> None:
+    def __init__(self, family: Spark | Fish, pipeline: Any, engine: str, about: Row) -> None:
         self.family, self.bench, self.pipeline = family, family.bench, pipeline
-        self.options, self.about, self.engine = family.bench.options, about, engine
+        self.options, self.engine, self.about = family.bench.options, engine, {"engine": engine, **about}
 
     def measure(self, parts: set[str], *watched: Watched) -> None:
         """Does the parts, and closes the pipeline."""
@@ -269,20 +259,19 @@ class Speaking:
     def speech(self, watched: Watched | None = None) -> None:
         """Request to samples: a constant number in flight, of lengths from half to whole."""
         self.warm_up()
-        whole = self.options.seconds
-        lengths = [whole * (0.5 + 0.5 * step / 7) for step in range(8)]
+        whole, family = self.options.seconds, self.family
         for number, voices in itertools.product(self.options.requests, self.options.voices):
-            new = range(self.family.first_voice, self.family.first_voice + voices)
-            self.family.first_voice += voices
+            new = range(family.first_voice, family.first_voice + voices)
+            family.first_voice += voices
             with ThreadPoolExecutor(FEEDERS) as threads:
-                list(threads.map(partial(spoken, sample_rate=self.family.sample_rate), new))
+                list(threads.map(partial(spoken, sample_rate=family.sample_rate), new))
 
             def make(n: int, new: Sequence[int] = new, name: str = f"steady{number}") -> SynthesisRequest:
-                return self.family.request(name, n, lengths[n % 8], new[n % len(new)])
+                return family.request(name, n, whole * (0.5 + n % 8 / 14), new[n % len(new)])
 
             found = self.steady(number, max(TURNS * number, 2 * voices), make, watched)
-            about = {"engine": self.engine, "slots": number, "voices": voices, **self.about}
-            self.bench.add({"part": "speech, end to end", "batch": number, **about, **found})
+            row: Row = {"part": "speech, end to end", "batch": number, "slots": number, "voices": voices}
+            self.bench.add(row | self.about | found)
 
     def warm_up(self) -> None:
         """Every voice once; and lengths and batches that the codec has not met, which cost the compilation of a
@@ -292,47 +281,33 @@ class Speaking:
         more = 12 * VOICES if self.bench.on_gpu else 0
         warm += [request("lengths", index, seconds * (1 + index % 64) / 64) for index in range(more)]
         for future in [submit(self.pipeline, one) for one in warm]:
-            heard_seconds(future)
+            with silence_allowed():
+                future.result()
         first_chunks(self.pipeline, 1, 1, lambda index: request("first", index, min(2.0, seconds)))
 
-    def steady(self, slots: int, total: int, make: Make, watched: Watched | None) -> dict[str, Any]:
+    def steady(self, slots: int, total: int, make: Make, watched: Watched | None) -> Row:
         """`total` requests, with all slots taken: measured from the end of the first one of each slot until no new ones
-        follow. Several threads start them, since a start encodes a recording that is new."""
-        under_way = slots + slots // BESIDE
-        free, ends = threading.Semaphore(under_way), list[tuple[float, float]]()
-        gpu, threads = Use(seconds=0.25), ThreadUse()
+        follow. Some are started at once, since a start encodes a recording that is new."""
+        under_way, ends = slots + slots // BESIDE, list[tuple[float, float]]()
+        starts, gpu, threads = threading.Semaphore(FEEDERS), Use(seconds=0.25), ThreadUse()
 
-        def ended(future: Future[Speech]) -> None:
-            audio = 0.0 if future.exception() else future.result().duration_ms / 1000
-            ends.append((time.perf_counter(), audio))
-            free.release()
-
-        def start(number: int) -> Future[Speech]:
-            try:
+        def speak(number: int) -> None:
+            if watched is not None and number == total // 2:
+                watched.start()
+            with starts:
                 future = submit(self.pipeline, make(number))
-            except NightjarError:
-                free.release()
-                raise
-            future.add_done_callback(ended)
-            return future
+            audio = 0.0
+            with silence_allowed():
+                audio = future.result().duration_ms / 1000
+            ends.append((time.perf_counter(), audio))
 
-        with ThreadPoolExecutor(FEEDERS) as feeders:
-            started: list[Future[Future[Speech]]] = []
-            for number in range(total):
-                free.acquire()
-                started.append(feeders.submit(start, number))
-                if watched is not None and number == total // 2:
-                    watched.start()
+        with ThreadPoolExecutor(under_way) as clients:
+            list(clients.map(speak, range(total)))
         found = {} if watched is None else watched.stop()
-        for one in started:
-            heard_seconds(one.result())
         shares = threads.shares()
         gpu.stop()
         names = shares.keys() & {"vllm-host", "engine", "codec-stage", "MainThread"}
         found |= {f"{name}_cpu_percent": 100 * shares[name] for name in names}
-        # Callbacks run on the pipeline's threads, a moment after the results are there.
-        while len(ends) < total:
-            time.sleep(0.001)
         window = ends[slots : total - under_way]
         took, audio = window[-1][0] - ends[slots - 1][0], sum(heard for _, heard in window)
         since = ends[slots - 1][0] + time.time() - time.perf_counter()
@@ -351,49 +326,35 @@ class Speaking:
             waits = first_chunks(self.pipeline, number, total, make)[number:]
             took = 1000 * (time.perf_counter() - begin)
             p50, p95 = np.percentile(waits, (50, 95)).tolist()
-            row = {"part": "first chunk", "batch": number, "ms": took, "engine": self.engine, "slots": number}
-            row |= {"streams": total, "p50_ms": p50, "p95_ms": p95, "longest_ms": max(waits)}
+            row = {"part": "first chunk", "batch": number, "ms": took, "slots": number, "streams": total}
+            row |= {"p50_ms": p50, "p95_ms": p95, "longest_ms": max(waits)}
             self.bench.add(row | self.about)
 
 
 def first_chunks(pipeline: Pipeline, at_once: int, total: int, make: Make) -> list[float]:
     """Milliseconds from each request to its first samples, with `at_once` streams; those that random weights
     ended before it are left out. Raises the error of a stream that failed otherwise."""
-    ended: Queue[NightjarError | None] = Queue()
-    waits: dict[int, float] = {}
 
-    def start(index: int) -> None:
-        asked = make(index)
-        begin = time.perf_counter()
+    def first_ms(index: int) -> float | None:
+        asked, found, begin = make(index), None, time.perf_counter()
+        with silence_allowed():
+            for chunk in stream(pipeline, asked):
+                if found is None and len(chunk.samples):
+                    found = 1000 * (time.perf_counter() - begin)
+        return found
 
-        def heard(event: Event) -> None:
-            if isinstance(event, Failed):
-                ended.put(None if event.error.code is ErrorCode.SYNTH_NO_AUDIO else event.error)
-            elif isinstance(event, Done):
-                ended.put(None)
-            elif len(event.samples):
-                waits.setdefault(index, 1000 * (time.perf_counter() - begin))
-
-        pipeline.start(asked, heard, stream=True)
-
-    for index in range(min(at_once, total)):
-        start(index)
-    for over in range(total):
-        if (error := ended.get()) is not None:
-            raise error
-        if at_once + over < total:
-            start(at_once + over)
-    return [waits[index] for index in sorted(waits)]
+    with ThreadPoolExecutor(at_once) as clients:
+        return [ms for ms in clients.map(first_ms, range(total)) if ms is not None]
 
 
-def heard_seconds(future: Future[Speech]) -> float:
-    """Audio of a request; none where random weights ended it before its first frame. Any other failure is raised."""
-    error = future.exception()
-    if error is None:
-        return future.result().duration_ms / 1000
-    if isinstance(error, NightjarError) and error.code is ErrorCode.SYNTH_NO_AUDIO:
-        return 0.0
-    raise error
+@contextmanager
+def silence_allowed() -> Iterator[None]:
+    """Random weights may end a request before its first frame. Any other failure is raised."""
+    try:
+        yield
+    except NightjarError as error:
+        if error.code is not ErrorCode.SYNTH_NO_AUDIO:
+            raise
 
 
 def native(family: Spark | Fish, parts: set[str]) -> None:
@@ -449,70 +410,59 @@ class Load(NamedTuple):
     cfg: float = 1.0
 
 
-class _Talk(Receiver):
-    """The receiver of one request: text first, then audio, both of fixed lengths."""
+class _Answer(Receiver):
+    """The receiver of one request to the engine."""
 
-    def __init__(
-        self, load: Load, config: SpeechLmConfig, host: VllmHost, script: Script, done: threading.Semaphore
-    ) -> None:
-        self.load, self.config, self.host, self.script, self.done = load, config, host, script, done
-        self.pair, self.broken, self.failure = False, False, ""
-
-    def start(self) -> None:
-        if self.load.text:
-            self._submit(self.script.text_request(self.config), self.load.text, ())
-        else:
-            self._ask_for_audio([])
+    def __init__(self) -> None:
+        self.tokens_made = Future[Tokens]()
 
     def finished(self, tokens: Tokens) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not self.pair and self.load.rows:
-            self._ask_for_audio(list(tokens.ids))
-            return
-        self.broken = self.pair and tokens.finish == "stop"
-        self.done.release()
+        self.tokens_made.set_result(tokens)
 
     def failed(self, error: NightjarError) -> None:
-        self.failure = str(error)
-        self.done.release()
+        self.tokens_made.set_exception(error)
 
-    def _ask_for_audio(self, written: Sequence[int]) -> None:
-        self.pair, special = True, self.config.specials
-        before = [special.text, *written, special.assistant, special.audio]
-        request = self.script.audio_request(self.config, before, self.script.request_id)
-        self._submit(request, self.load.rows, (special.pad,))
 
-    def _submit(self, request: TokenRequest, steps: int, stops: tuple[int, ...]) -> None:
-        """Asks for exactly `steps` steps, unless the pair breaks. A request that the engine refuses counts as failed, so that
-        nothing waits for it."""
+def ask(host: VllmHost, request: TokenRequest, steps: int, stops: tuple[int, ...]) -> Tokens:
+    """What the engine writes: exactly `steps` steps, unless one of `stops` comes before."""
 
-        def cut(one: TokenRequest) -> TokenRequest:
-            sampling = replace(one.sampling, max_tokens=steps, stop_ids=stops, ignore_end=True)
-            shadow = None if one.shadow is None else cut(one.shadow)
-            return replace(one, sampling=sampling, shadow=shadow, extra={**one.extra, "min_rows": 1 << 20})
+    def cut(one: TokenRequest) -> TokenRequest:
+        sampling = replace(one.sampling, max_tokens=steps, stop_ids=stops, ignore_end=True)
+        shadow = None if one.shadow is None else cut(one.shadow)
+        return replace(one, sampling=sampling, shadow=shadow, extra={**one.extra, "min_rows": 1 << 20})
 
-        try:
-            self.host.submit(cut(request), self)
-        except NightjarError as error:
-            self.failed(error)
+    answer = _Answer()
+    host.submit(cut(request), answer)
+    return answer.tokens_made.result()
+
+
+def talk(load: Load, config: SpeechLmConfig, host: VllmHost, script: Script) -> bool:
+    """One request: text first, then audio, both of fixed lengths. Whether its pair broke."""
+    written, special = list[int](), config.specials
+    if load.text:
+        written = list(ask(host, script.text_request(config), load.text, ()).ids)
+    if not load.rows:
+        return False
+    before = [special.text, *written, special.assistant, special.audio]
+    request = script.audio_request(config, before, script.request_id)
+    return ask(host, request, load.rows, (special.pad,)).finish == "stop"
 
 
 def run(load: Load, config: SpeechLmConfig, host: VllmHost) -> Row:
     """Runs a load to its end; tokens are stream-0 steps of the requests themselves, without null branches."""
-    done, talks = threading.Semaphore(0), list[_Talk]()
+    scripts = list[Script]()
     first, span = config.text_token_offset, config.text_token_end - config.text_token_offset
     for number in range(load.requests):
         body = (first + (number * 7919 + n * 104_729) % span for n in range(load.prompt - 1))
         name, prompt = f"{load.load}-{number}", [config.specials.bos, *body]
         draws = StreamSampling(0.6, 20), StreamSampling(0.8, 20)
-        script = Script(name, prompt, 1 << 20, number, *draws, load.rows > 0, load.cfg)
-        talks.append(_Talk(load, config, host, script, done))
+        scripts.append(Script(name, prompt, 1 << 20, number, *draws, load.rows > 0, load.cfg))
     moment = host.moment
     steps, sequences, preempted = moment.steps, moment.sequence_steps, moment.preemptions
     begin = time.perf_counter()
-    threading.Thread(target=lambda: [talk.start() for talk in talks], daemon=True).start()
-    for _ in talks:
-        done.acquire()
-    seconds = time.perf_counter() - begin
+    with ThreadPoolExecutor(load.requests) as clients:
+        talks = [clients.submit(talk, load, config, host, script) for script in scripts]
+    seconds, failures = time.perf_counter() - begin, [one.exception() for one in talks if one.exception()]
     return {
         **load._asdict(),
         "tokens_per_s": load.requests * (load.text + load.rows) / seconds,
@@ -520,8 +470,8 @@ def run(load: Load, config: SpeechLmConfig, host: VllmHost) -> Row:
         "engine_steps": moment.steps - steps,
         "sequence_steps": moment.sequence_steps - sequences,
         "preemptions": moment.preemptions - preempted,
-        "broken_pairs": sum(talk.broken for talk in talks),
-        "failures": [talk.failure for talk in talks if talk.failure][:5],
+        "broken_pairs": sum(one.result() for one in talks if not one.exception()),
+        "failures": [str(failure) for failure in failures[:5]],
     }
 
 
@@ -570,10 +520,10 @@ def main(given: list[str] | None = None) -> int:
     facts: dict[str, Any] = {}
     if alone or ("vllm" in options.engines and find_spec("vllm")):
         facts["vllm"] = load_vllm().__version__
-    dtype = "float32" if options.device == "cpu" else "bfloat16"
-    facts |= {} if alone else {"codec_dtype": dtype, "seconds": options.seconds, "switch_ms": serves()}
+    facts |= {} if alone else {"seconds": options.seconds, "switch_ms": serves()}
     bench = Bench(options.family, options, **facts)
-    bench.keep(options={name: value for name, value in vars(options).items() if name != "json"})
+    shown = {name: value for name, value in vars(options).items() if name != "json"}
+    bench.keep(options=shown, codec_dtype=str(bench.dtype).removeprefix("torch."))
     with tempfile.TemporaryDirectory() as folder:
         (speechlm if alone else both_engines)(bench, Path(folder))
     return bench.end(

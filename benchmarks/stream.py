@@ -35,6 +35,7 @@ long; `--short` is for a first look. What does not fit into `--minutes` is left 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -58,6 +59,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
+import numpy as np
 import psutil
 
 from benchmarks.clients import Answer, Plan, client_process, text_of
@@ -230,12 +232,12 @@ def recovery(plan: Plan, pid: int) -> Row:
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
-    """p50, p95, p99 and the maximum in milliseconds, as values that were measured."""
-    ordered, shares = sorted(seconds), {"50": 0.5, "95": 0.95, "99": 0.99, "max": 1.0}
-    if not ordered:
+    """p50, p95, p99 and the maximum in milliseconds, as values that were measured (nearest rank)."""
+    shares = {"50": 50, "95": 95, "99": 99, "max": 100}
+    if not len(seconds):
         return dict.fromkeys(shares)
-    places = {name: max(math.ceil(share * len(ordered)) - 1, 0) for name, share in shares.items()}
-    return {name: round(1000 * ordered[place], 2) for name, place in places.items()}
+    found = 1000 * np.percentile(seconds, [*shares.values()], method="inverted_cdf")
+    return dict(zip(shares, found.round(2).tolist(), strict=True))
 
 
 def row_of(answers: Sequence[Answer], audio: float, since: float, until: float, plan: Plan) -> Row:
@@ -327,11 +329,11 @@ class StreamBench(Result):
         told = [name for name in self.server if name.startswith("SPEECH_") and "KEY" not in name]
         settings = {name: self.server[name] for name in told}
         super().__init__("stream_h200", options, device_name(), server=settings)
-        self.size, self.about = "", Row()
+        self.size = ""
 
     def add(self, row: Row) -> None:
         """Prints and writes a row."""
-        self.rows.append({"size": self.size, **self.about, **row})
+        self.rows.append({"size": self.size, **row})
         print(f"{table(self.rows[-1:], COLUMNS)}  [{self.seconds_left:.0f} s left]", flush=True)
         self.write()
 
@@ -340,69 +342,63 @@ class StreamBench(Result):
 
     def measure_size(self, size: str) -> None:
         """The parts of a size, each on a checkpoint of the kind that it needs."""
-        self.size, chosen = size, self.options.parts
+        self.size, facts = size, self.found.setdefault(f"facts_{size}", {})
         for kind in ("custom_voice", "base"):
-            if parts := [part for part in chosen if (part in CLONING) == (kind == "base")]:
-                self._measure_checkpoint(size, kind, parts)
+            if parts := [part for part in self.options.parts if (part in CLONING) == (kind == "base")]:
+                with tempfile.TemporaryDirectory(prefix="nightjar-stream-") as name:
+                    self._measure_checkpoint(Path(name), kind, parts, facts)
 
-    def _measure_checkpoint(self, size: str, kind: str, parts: Sequence[str]) -> None:
-        """A checkpoint of random weights, and a server of it."""
-        options, facts = self.options, self.found.setdefault(f"facts_{size}", {})
-        with tempfile.TemporaryDirectory(prefix="nightjar-stream-") as name:
-            given = Path(name), size, kind, [5.0] * 400, options.device, LONGEST_SECONDS
-            model, made = plant(*given, keep_unfinished=True)
-            facts["checkpoint_s"] = made["written_s"]
-            stored = {"SPEECH_SERVE__VOICES_FOLDER": str(Path(name, "stored"))}
-            words = ["-P", "-m", "jobs", "serve", "--model", model, "--port", "0", "--json"]
-            began, environment = time.monotonic(), stored | self.server | environment_with(name)
-            with served(words, environment) as (pid, url, log):
-                facts["ready_s"] = time.monotonic() - began
-                self.measure(plan_of(options, url), pid, parts)
-                kept = self.path.with_name(f"{self.path.stem}-server-{size}-{kind}.log")
-                kept.write_text(log.read_text(errors="replace")[-200_000:], encoding="utf-8")
+    def _measure_checkpoint(self, folder: Path, kind: str, parts: Sequence[str], facts: Row) -> None:
+        """A checkpoint of random weights in a folder, and a server of it."""
+        size, options = self.size, self.options
+        given = folder, size, kind, [5.0] * 400, options.device, LONGEST_SECONDS
+        model, made = plant(*given, keep_unfinished=True)
+        facts["checkpoint_s"] = made["written_s"]
+        stored = {"SPEECH_SERVE__VOICES_FOLDER": str(folder / "stored")}
+        words = ["-P", "-m", "jobs", "serve", "--model", model, "--port", "0", "--json"]
+        began, environment = time.monotonic(), stored | self.server | environment_with(folder)
+        with served(words, environment) as (pid, url, log):
+            facts["ready_s"] = time.monotonic() - began
+            self.measure(plan_of(options, url), pid, parts)
+            kept = self.path.with_name(f"{self.path.stem}-server-{size}-{kind}.log")
+            kept.write_text(log.read_text(errors="replace")[-200_000:], encoding="utf-8")
 
     def measure(self, plan: Plan, pid: int | None, parts: Sequence[str]) -> None:
         """The parts on a server."""
-        options = self.options
+        options, like_seed_tts = self.options, {} if self.options.tiny else SEED_TTS
         # The beginnings of listeners are spread over the mean length of a speech, so the warm-up is longer.
         listen = max(options.warm_up, sum(options.seconds) / 2 + 1), 1.5 * options.duration
-        open_span, like_seed_tts = (
-            (2 * options.warm_up, 2 * options.duration),
-            {} if options.tiny else SEED_TTS,
-        )
+        closed, opened = (options.warm_up, options.duration), (2 * options.warm_up, 2 * options.duration)
+        neutral = replace(plan, audible=True, fields=NEUTRAL | plan.fields, texts=options.texts)
+        points: dict[str, tuple[Plan, str, Sequence[float], tuple[float, float]]] = {
+            "closed": (plan, "clients", options.clients, closed),
+            "open": (plan, "rate", options.rates, opened),
+            "neutral": (replace(neutral, **like_seed_tts), "rate", options.rates, opened),
+            "listen": (replace(plan, listen=True), "clients", options.listeners, listen),
+        }
         for part in parts:
-            if part == "closed":
-                self._points(plan, pid, "clients", options.clients)
-            elif part == "open":
-                self._points(plan, pid, "rate", options.rates, *open_span)
-            elif part == "neutral":
-                neutral = replace(plan, audible=True, fields=NEUTRAL | plan.fields, texts=options.texts)
-                self.about = {"harness": "neutral"}
-                self._points(replace(neutral, **like_seed_tts), pid, "rate", options.rates, *open_span)
-                self.about = {}
+            if part in points:
+                about = {"harness": "neutral"} if part == "neutral" else {}
+                self._points(pid, *points[part], **about)
             elif part == "recovery" and pid is not None:
                 clients, span = min(RECOVERY_CLIENTS, max(options.clients)), 4 * options.duration
                 load = replace(plan, clients=clients, warm_up=options.warm_up, duration=span)
                 self.part(part, lambda load=load: self.add(recovery(load, pid)), needs=span + 10)
-            elif part == "listen":
-                self._points(replace(plan, listen=True), pid, "clients", options.listeners, *listen)
             elif part == "cloning":
-                self._cloning(plan, pid)
-            else:
+                self._cloning(plan, pid, closed)
+            elif part == "seed_tts":
                 for clients in options.clients:
                     self.part(f"seed_tts {clients}", self._seed_tts, plan, pid, clients, like_seed_tts)
 
-    def _points(self, plan: Plan, pid: int | None, each: str, values: Sequence[float], *span: float) -> None:
-        """A row for each value. `span`: seconds of the warm-up and of what counts, other than a closed point's."""
-        options = self.options
-        warm_up, duration = span or (options.warm_up, options.duration)
-        seeds, mode = (options.seeds, "open") if each == "rate" else (1, "closed")
+    def _points(
+        self, pid: int | None, plan: Plan, each: str, values: Sequence[float], span: tuple[float, float], **about: Any
+    ) -> None:  # fmt: skip
+        """A row for each value, which begins with `about`. `span`: seconds of the warm-up and of what counts."""
+        seeds, mode = (self.options.seeds, "open") if each == "rate" else (1, "closed")
         for value in values:
-            load = replace(plan, warm_up=warm_up, duration=duration, **{each: value})
-            work = lambda load=load: self.add(measure(load, pid, seeds))  # noqa: E731
-            self.part(
-                f"{self.about.get('harness', mode)} {value:g}", work, needs=seeds * (warm_up + duration + 4)
-            )
+            load = replace(plan, warm_up=span[0], duration=span[1], **{each: value})
+            work = lambda load=load: self.add(about | measure(load, pid, seeds))  # noqa: E731
+            self.part(f"{about.get('harness', mode)} {value:g}", work, needs=seeds * (sum(span) + 4))
 
     def _seed_tts(self, plan: Plan, pid: int | None, clients: int, like_seed_tts: Row) -> None:
         """A row of requests that clone recordings of their own, after a few that do not count."""
@@ -411,17 +407,16 @@ class StreamBench(Result):
         row = measure(replace(load, clones=self.options.requests), pid)
         self.add({"harness": "seed_tts", "cloning": "context", "recording": "new", **row})
 
-    def _cloning(self, plan: Plan, pid: int | None) -> None:
+    def _cloning(self, plan: Plan, pid: int | None, span: tuple[float, float]) -> None:
         """Rows of kept and of new recordings, by speaker vector and in context."""
         with tempfile.TemporaryDirectory(prefix="nightjar-recording-") as name:
             path = Path(name, "recording.wav")
             path.write_bytes(recording(0, RECORDING_SECONDS)[0])
-            for cloning, spoken in (("vector", ""), ("context", text_of(RECORDING_SECONDS, 0))):
-                for new in (False, True):
-                    self.about = {"cloning": cloning, "recording": "new" if new else "kept"}
-                    load = replace(plan, recording=str(path), spoken=spoken, new=new)
-                    self._points(load, pid, "clients", self.options.clients)
-        self.about = {}
+            spoken = {"vector": "", "context": text_of(RECORDING_SECONDS, 0)}
+            for cloning, new in itertools.product(spoken, (False, True)):
+                about = {"cloning": cloning, "recording": "new" if new else "kept"}
+                load = replace(plan, recording=str(path), spoken=spoken[cloning], new=new)
+                self._points(pid, load, "clients", self.options.clients, span, **about)
 
 
 def main() -> int:

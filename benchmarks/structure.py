@@ -24,11 +24,11 @@ import time
 import tokenize
 import typing
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
+import grimp
 import networkx
 
 from benchmarks.common import ROOT, environment_with, parser, read, table
@@ -55,34 +55,24 @@ def sources() -> dict[str, Path]:
     return {name: path for name, path in named.items() if path.is_file()}
 
 
-def imports(module: str, modules: dict[str, Path]) -> Iterator[str]:
-    """What a module imports when it is imported itself."""
-    path = modules[module]
-    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-
-    def walk(node: ast.AST) -> Iterator[str]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Import):
-                yield from (alias.name for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                above = package[: len(package) - child.level + 1] if child.level else []
-                base = ".".join([*above, *filter(None, [child.module])])
-                # `from package import module` needs the module, `from module import name` the one that has the name.
-                names = [f"{base}.{alias.name}" for alias in child.names]
-                yield from (name if name in modules else base for name in names)
-            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                yield from (name for other in child.orelse for name in walk(other))
-            elif not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                yield from walk(child)
-
-    return walk(ast.parse(path.read_text(encoding="utf-8")))
+def late_imports(path: Path) -> set[int]:
+    """The lines of the imports in functions, which run later than the module is imported."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inner = (node for function in functions for node in ast.walk(function))
+    return {node.lineno for node in inner if isinstance(node, ast.Import | ast.ImportFrom)}
 
 
 def circles(modules: dict[str, Path]) -> list[list[str]]:
     """Groups of two modules or more that reach each other."""
+    imports = grimp.build_graph(*ROOMS, exclude_type_checking_imports=True, cache_dir=None)
     graph = networkx.DiGraph()
-    for module in modules:
-        graph.add_edges_from((module, name) for name in set(imports(module, modules)) & modules.keys())
+    for module in imports.modules & modules.keys():
+        late = late_imports(modules[module])
+        for name in imports.find_modules_directly_imported_by(module):
+            lines = imports.get_import_details(importer=module, imported=name)
+            if {line["line_number"] for line in lines} - late:
+                graph.add_edge(module, name)
     return sorted(sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1)
 
 

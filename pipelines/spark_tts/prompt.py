@@ -13,7 +13,7 @@ from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer
 from pipelines.spark_tts.config import GENDERS, LEVELS
 from pipelines.validation import check_unicode, control_token
 
-_CONTROLS = (
+CONTROLS = (
     "task_tts",
     "task_controllable_tts",
     "start_content",
@@ -26,7 +26,7 @@ _CONTROLS = (
     "end_semantic_token",
 )
 #: Labels of created voices.
-_LABELS = (
+LABELS = (
     *(f"gender_{number}" for number in range(len(GENDERS))),
     *(f"{what}_label_{number}" for what in ("pitch", "speed") for number in range(len(LEVELS))),
 )
@@ -48,7 +48,7 @@ class Vocabulary:
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self.semantic = self._run("bicodec_semantic", semantic_codes)
         self.voice = self._run("bicodec_global", global_codes)
-        self._controls = {name: self.id(name) for name in (*_CONTROLS, *_LABELS)}
+        self._controls = {name: self.id(name) for name in (*CONTROLS, *LABELS)}
 
     @classmethod
     def from_folder(cls, folder: Path, semantic_codes: int, global_codes: int) -> Vocabulary:
