@@ -114,8 +114,7 @@ class WorkerSettings(SettingsGroup):
     threads: PositiveInt | None = None
     """Threads of the engine. Unset: the fastest measured number."""
     meter_processes: PositiveInt | None = None
-    """Processes of the quality meters, one core each. Unset: half of the cores, at most 8, with a GPU at
-    most 4."""
+    """Processes of the quality meters, one core each. Unset: half of the cores, at most 8."""
 
 
 class EngineSettings(SettingsGroup):
