@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -111,8 +111,8 @@ class Watched:
     """A stopwatch around an executor, between `start` and `stop`: the host's time in its calls, and the time of their
     work on the device's stream."""
 
-    #: Calls that are timed -> the name of their time.
-    _TIMED: ClassVar = {"embed": "embed", "embed_all": "embed", "prefill": "prefill", "frames": "frames"}
+    #: Calls that are timed.
+    _TIMED = ("embed", "prefill", "frames")
 
     def __init__(self, executor: FrameExecutor) -> None:
         self._executor, self.device, self._on = executor, executor.kv.k.device, False
@@ -124,7 +124,7 @@ class Watched:
     def start(self) -> None:
         marked = ("prefill", "frames") if self.device.type == "cuda" else ()
         self._spans = {name: list[tuple[torch.cuda.Event, torch.cuda.Event]]() for name in marked}
-        self._host: dict[str, float] = dict.fromkeys(("embed", "prefill", "frames", "wait"), 0.0)
+        self._host: dict[str, float] = dict.fromkeys((*self._TIMED, "wait"), 0.0)
         self._calls, self._began, self._on = Counter[str](), time.perf_counter(), True
 
     def stop(self) -> dict[str, Any]:
@@ -148,9 +148,8 @@ class Watched:
         """A call of the executor; what `frames` returns is a call too, which waits for the codes."""
         if not self._on:
             return work(*given)
-        counts_as = self._TIMED[name]
-        self._calls[counts_as] += len(given[0]) if name == "embed_all" else 1
-        made = self._timed(counts_as, work, *given)
+        self._calls[name] += len(given[0]) if name == "embed" else 1
+        made = self._timed(name, work, *given)
         return partial(self._timed, "wait", made) if name == "frames" else made
 
     def _timed(self, name: str, work: Callable[..., Any], *given: Any) -> Any:

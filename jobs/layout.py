@@ -188,8 +188,10 @@ def put_numbered(
             data.seek(0)
         result = store.put(target, data, metadata=metadata)
         # The store has hashed the data; hashing it again would take as long as encoding.
-        same = result.created or result.sha256 == (sha256 := sha256 or sha256_of(data))
+        if result.created:
+            return result
+        same = result.sha256 == (sha256 := sha256 or sha256_of(data))
         number += 1
         target = numbered_key(key, number)
-        if same and (result.created or not newest or store.head(target) is None):
+        if same and not (newest and store.head(target)):
             return result

@@ -314,8 +314,8 @@ _SAMPLE = -1
 
 def is_sampled(quality: Quality, job_seed: int, example_id: str) -> bool:
     """Whether meters measure the items of a dialogue. A larger share also has the items of a smaller one."""
-    drawn = item_seed(job_seed, example_id, _SAMPLE)
-    return quality.sample is msgspec.UNSET or drawn < quality.sample * 2**63
+    share = quality.sample
+    return share is msgspec.UNSET or item_seed(job_seed, example_id, _SAMPLE) < share * 2**63
 
 
 class GoodLine(msgspec.Struct, frozen=True, gc=False):

@@ -78,13 +78,11 @@ def eta_error_seconds(status: JobStatus) -> float | None:
     mean = spread.item_ms / spread.shards
     variance = max(0.0, (spread.item_ms_squared - spread.shards * mean * mean) / (spread.shards - 1))
     relative = math.sqrt(variance) / mean * math.sqrt(1 / max(1, to_go) + 1 / spread.shards)
-    return eta * _student(spread.shards - 1) * relative
-
-
-def _student(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t, by its expansion in 1 / freedom (Abramowitz and Stegun 26.7.5)."""
+    # The 97.5 % quantile of Student's t, by its expansion in 1 / freedom (Abramowitz and Stegun 26.7.5).
     z = 1.959964
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    freedom = spread.shards - 1
+    student = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return eta * student * relative
 
 
 def cost(status: JobStatus, price_per_gpu_hour: float | None) -> float | None:
@@ -335,9 +333,9 @@ def item_view(job_id: str, item: ItemRow, line: int | None) -> JsonObject:
     }
 
 
-def decision_view(decision: Decision | None) -> JsonObject | None:
+def decision_view(decision: Decision) -> JsonObject:
     """A person's decision about an item."""
-    return decision and _fields(decision, "accepted", "person", "decided_at", "reason")
+    return _fields(decision, "accepted", "person", "decided_at", "reason")
 
 
 def error_view(job_id: str, failed: ItemRow | RejectedLine, line: int | None) -> JsonObject:

@@ -222,7 +222,7 @@ class PackedRuns:
             real = steps < count[runs]
             tokens = np.where(real, first[runs] + steps, 0)
             parts = [runs, tokens.ravel(), (start[runs] + steps).ravel(), np.flatnonzero(real), tokens[real]]
-            sent = to_device(torch.from_numpy(np.concatenate(parts)), table.device)
+            sent = to_device(np.concatenate(parts), table.device)
             members, token, limits, cells, targets = sent.split([part.size for part in parts])
             owned = table[members, : pages[runs].max()]
             position = torch.arange(owned.shape[1] * page_size, device=table.device)

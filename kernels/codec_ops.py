@@ -1,8 +1,7 @@
 """Ops of a codec's decoder: their interface in `torch.library`, each with its plain PyTorch twin.
 
 All activations are channels-last: [rows, steps, channels]. Every op of the convolution stack is causal: step
-t reads steps <= t, and the steps before the first one are read from `history` (the raw inputs that precede
-`x`, oldest first), or are zero when `history` is None. A history of zeros and no history are the same, since
+t reads steps <= t. Steps before the first one are zero, as are inputs that were zero before a snake, since
 snake(0) = 0.
 
 Snake parameters are float32: `frequency` = exp(alpha) and `gain` = 1 /
@@ -20,7 +19,7 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d, gelu, layer_norm, linear, pad, silu
+from torch.nn.functional import conv1d, gelu, layer_norm, pad, silu
 
 from kernels.layers import rope
 from kernels.registry import op
@@ -40,31 +39,9 @@ def snake_beta(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     return wide.addcmul(gain, (wide * frequency).sin_().square_()).to(x.dtype)
 
 
-def codec_upsample(
-    x: Tensor,
-    history: Tensor | None,
-    frequency: Tensor,
-    gain: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    rate: int,
-) -> Tensor:
-    """Snake, then a causal transposed convolution of kernel 2 * rate and stride `rate`, as one matrix
-    product.
-
-    x: [B, T, Cin]; history: [B, 1, Cin] or None; weight: [2 * Cin, rate * Cout] as packed by
-    `pack_upsample`; bias: [Cout]. Returns [B, T * rate, Cout]: output step t * rate + j depends only on
-    the inputs t - 1 and t.
-    """
-    rows, steps, channels = x.shape
-    past = x.new_zeros(rows, 1, channels) if history is None else history
-    active = snake_beta(torch.cat((past, x), dim=1), frequency, gain)
-    pairs = torch.cat((active[:, :-1], active[:, 1:]), dim=2)
-    return linear(pairs, weight.t(), bias.repeat(rate)).view(rows, steps * rate, -1)
-
-
 def pack_upsample(weight: Tensor) -> Tensor:
-    """Packs a transposed convolution of kernel 2 * rate and stride `rate` for `codec_upsample`.
+    """Packs a causal transposed convolution of kernel 2 * rate and stride `rate` as one matrix product, whose
+    output steps t * rate + j depend only on the inputs t - 1 and t.
 
     weight: [Cin, Cout, 2 * rate]. Returns [2 * Cin, rate * Cout]: the first Cin rows multiply the previous
     input, the others the current one.
@@ -93,32 +70,6 @@ def pack_centred_upsample(weight: Tensor, rate: int) -> Tensor:
         )
     thirds = pad(weight, (rate - padding, rate - padding)).reshape(channels_in, channels_out, 3, rate)
     return thirds.flip(2).permute(2, 0, 3, 1).reshape(3 * channels_in, rate * channels_out).contiguous()
-
-
-def codec_residual_unit(
-    x: Tensor,
-    history: Tensor | None,
-    frequency1: Tensor,
-    gain1: Tensor,
-    weight1: Tensor,
-    bias1: Tensor,
-    frequency2: Tensor,
-    gain2: Tensor,
-    weight2: Tensor,
-    bias2: Tensor,
-    dilation: int,
-) -> Tensor:
-    """One residual unit of the decoder: x + conv1x1(snake(conv_k(snake(x)))), whose k-tap convolution is dilated
-    and causal.
-
-    x: [B, T, C]; history: [B, (k - 1) * dilation, C] or None; frequency, gain, bias: [C]; weight1: [C, C,
-    k]; weight2: [C, C], both with the output channel first. Returns [B, T, C].
-    """
-    reach = (weight1.shape[2] - 1) * dilation
-    extended = pad(x, (0, 0, reach, 0)) if history is None else torch.cat((history, x), dim=1)
-    hidden = snake_beta(extended, frequency1, gain1).transpose(1, 2)
-    hidden = conv1d(hidden, weight1, bias1, dilation=dilation).transpose(1, 2)
-    return linear(snake_beta(hidden, frequency2, gain2), weight2, bias2) + x
 
 
 @op(
@@ -208,8 +159,8 @@ def codec_active_unit(
     open_ends: bool = False,
     packed: Tensor | None = None,
 ) -> None:
-    """`codec_residual_unit` without its first snake, which the previous op applied, and with the first snake of the
-    next op.
+    """A residual unit, conv1x1(snake(conv_k(a))) + x, whose k-tap convolution is dilated and causal, and the first snake
+    of the next op.
 
     a: [B, lead + T, C] = snake(x) after its history; residual: x, [B, T, C]; weight1: [taps * C, C], oldest
     tap first; weight2: [C, C], input channel first; packed: both weights again, as

@@ -3,7 +3,7 @@ function that runs on every device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -58,8 +58,9 @@ def on_gpu(
     return register
 
 
-def to_device(made: Tensor, device: torch.device) -> Tensor:
-    """Copies a host tensor to the device, without waiting for earlier work of the device."""
+def to_device(values: Tensor | NDArray[Any] | Sequence[float], device: torch.device) -> Tensor:
+    """Copies values of the host to the device, without waiting for earlier work of the device."""
+    made = torch.as_tensor(values)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 

@@ -203,7 +203,11 @@ class Streamer(Receiver):
         if self._state is None and (len(frames) or self._buffer):
             self._state = self.first_state()
         self._buffer.extend(frames)
-        while self._state is not None and len(self._buffer) >= (size := self._next_size()):
+        while self._state is not None:
+            sizes = self.chunk_frames or (max(len(self._buffer), 1),)
+            size = sizes[min(self._chunks, len(sizes) - 1)]
+            if len(self._buffer) < size:
+                return
             self._decode_buffered(size)
 
     def frames_of(self, ids: list[int], codes: IntArray | None) -> IntArray:
@@ -240,11 +244,6 @@ class Streamer(Receiver):
         """Releases the state of the codec; called once when the request ends or is cancelled."""
         if self._state is not None:
             self._stage.end(self._state)
-
-    def _next_size(self) -> int:
-        if not self.chunk_frames:
-            return max(len(self._buffer), 1)
-        return self.chunk_frames[min(self._chunks, len(self.chunk_frames) - 1)]
 
     def _decode_buffered(self, size: int) -> None:
         codes = np.stack(self._buffer[:size])

@@ -64,20 +64,17 @@ class HeldLease:
     on_gone: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        self._renewed_at = self._clock.monotonic()
+        #: When the last heartbeat that reached the ledger was sent.
+        self.renewed_at = self._clock.monotonic()
         self._gone: GoneReason | None = None
         self._lock = threading.Lock()
 
     @property
     def gone(self) -> GoneReason | None:
         """Why the work must stop; None while it can continue."""
-        if self._gone is None and self._clock.monotonic() - self._renewed_at > self._lease_seconds:
+        if self._gone is None and self._clock.monotonic() - self.renewed_at > self._lease_seconds:
             self.give_up("expired")
         return self._gone
-
-    def renew(self, at: float) -> None:
-        """Records that a heartbeat, sent at `at` by the clock of this process, reached the ledger."""
-        self._renewed_at = max(self._renewed_at, at)
 
     def give_up(self, reason: GoneReason) -> None:
         with self._lock:
@@ -147,14 +144,14 @@ class HeldLeases:
             return [ticket for ticket, held in self._held.items() if held.gone is None]
 
     def renewed(self, tickets: Collection[Ticket], lost: Collection[Ticket], at: float) -> None:
-        """Processes the answer to a heartbeat that was sent for these leases at `at`."""
+        """Processes the answer to a heartbeat that was sent for these leases at `at`, by the clock of this process."""
         with self._lock:
             held = [self._held[ticket] for ticket in tickets if ticket in self._held]
         for one in held:
             if one.lease.ticket in lost:
                 one.give_up("lost")
             else:
-                one.renew(at)
+                one.renewed_at = max(one.renewed_at, at)
 
     def drain(self) -> None:
         """Gives up all leases, also those that are added later."""

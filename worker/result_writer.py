@@ -29,14 +29,13 @@ from pipelines.audio import trim_silence
 from pipelines.audio_format import LOSSY
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, NightjarError
-from pipelines.request import Capabilities, Handle, Meta, Speech, SynthesisRequest
-from pipelines.text_units import TextPart, parts_of
+from pipelines.request import Handle, Meta, Speech, SynthesisRequest
+from pipelines.text_units import TextPart
 from worker.quality.meters import Reading, Readings, Utterance
 from worker.quality.process import MeterPool, MeterTask
 from worker.quality.verdict import CheckedDraw, History, check_draw, check_speech, failed_draw, judged
 
 if TYPE_CHECKING:
-    from worker.feeding import RequestBuilder
     from worker.shard_run import ShardRun
 
 #: Number of threads per kind of store. Threads for folders need processor time; those for S3 mostly wait: 500 objects
@@ -87,19 +86,6 @@ class ItemDraw:
     def where(self) -> str:
         """The beginning of a message about the draw: its part, if the item has parts."""
         return "" if self.long is None else f"Part {self.part + 1} of {len(self.long.parts)}: "
-
-
-def first_draws(
-    line: ShardLine, first: int, last: int, able: Capabilities, builder: RequestBuilder
-) -> list[ItemDraw]:
-    """The first draws of an item: one, or one for each part of a text that is too long for one request."""
-    text = "" if line.role is None else spoken_text(line.messages)
-    parts = parts_of(text, able) if len(text) > able.max_text_characters else ()
-    if not parts:
-        return [ItemDraw(line, first, last)]
-    spec = builder.held.lease.job.spec
-    long = LongItem(parts, first, spec, partial(line.seed, spec.seed))
-    return [ItemDraw(line, first, last, long=long, part=part) for part in range(len(parts))]
 
 
 class PartKept:
@@ -218,7 +204,7 @@ class ResultWriter:
             generation = msgspec.structs.replace(generation, voice=voice)
         checked = check_draw(draw.number, request.seed, speech, quality, text, generation)
         meters = quality.costly
-        if not is_sampled(quality, job.spec.seed, line.example_id):
+        if meters and not is_sampled(quality, job.spec.seed, line.example_id):
             # The times of words are needed of every item.
             needed = job.spec.timestamps is True and not made.words
             meters = {name: meters[name] for name in (ALIGNER,) if needed and name in meters}
@@ -256,13 +242,8 @@ def _stored(
     line = draw.line
     packs = shard.packs
     failed = isinstance(outcome, Failed)
-    made: list[tuple[Artifact, Any]] = []
-
-    def add(kind: str, data: Any, size: int, **facts: Any) -> None:
-        key = item_key(job.id, kind, line.index, line.example_id, job.spec.extension(kind), number)
-        known = {"duration_ms": 0, "sample_rate": 0, "samples": 0, "seed": seed, **facts}
-        made.append((Artifact(line.index, kind, key, "", size, **known), data))
-
+    #: Kind, content, size in bytes, and other columns of each artifact.
+    made: list[tuple[str, Any, int, dict[str, Any]]] = []
     if draw.long is not None and isinstance(outcome, Done):
         if (whole := draw.long.keep(draw.part, outcome, speech, number)) is None:
             return PartKept()
@@ -270,21 +251,24 @@ def _stored(
         outcome, audio, words, meta, seed = whole
         packs = None
         number = outcome.draws[-1].draw if outcome.draws else number
-        add("audio", audio.data, audio.size, **audio.facts, meta=meta)
+        made.append(("audio", audio.data, audio.size, {**audio.facts, "meta": meta}))
         if words:
-            add(WORDS, words, len(words), meta=meta)
+            made.append((WORDS, words, len(words), {"meta": meta}))
     else:
         if draw.long is not None:
             speech = replace(speech, meta={**speech.meta, "part": draw.part})
         for kind, data, facts in stored_files(speech, job.spec, shard.codec):
-            if facts:
-                add(QUARANTINE if failed else kind, data, len(data), **facts)
-            elif not failed or draw.long is None:
-                add(kind, data, len(data))
+            if facts or not failed or draw.long is None:
+                made.append((QUARANTINE if failed and facts else kind, data, len(data), facts))
+    artifacts: list[tuple[Artifact, Any]] = []
+    for kind, data, size, facts in made:
+        key = item_key(job.id, kind, line.index, line.example_id, job.spec.extension(kind), number)
+        known = {"duration_ms": 0, "sample_rate": 0, "samples": 0, "seed": seed, **facts}
+        artifacts.append((Artifact(line.index, kind, key, "", size, **known), data))
     if packs is not None and isinstance(outcome, Done):
-        return packs.add(outcome, made, line.example_id)
+        return packs.add(outcome, artifacts, line.example_id)
     stored: list[Artifact] = []
-    for artifact, data in made:
+    for artifact, data in artifacts:
         with nullcontext() if isinstance(data, bytes) else data:
             metadata = object_metadata(job.spec_sha, seed)
             put = shard.held.retrying(partial(put_numbered, shard.store, artifact.key, data, metadata))

@@ -15,6 +15,7 @@ import structlog
 from msgspec import structs
 
 from jobs.codes import codec_of
+from jobs.dialogue import spoken_text
 from jobs.export.manifest import put_shard_manifest
 from jobs.ledger import Ledger
 from jobs.ledger.records import (
@@ -36,7 +37,7 @@ from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, S
 from pipelines.recording import KEPT_BYTES, SizedCache
 from pipelines.request import AudioChunk, CodecIdentity, Event, Pipeline, Speech
 from pipelines.request import Done as SpeechDone
-from pipelines.text_units import unit_request
+from pipelines.text_units import parts_of, unit_request
 from worker.admission import Demand, ItemCounts
 from worker.feeding import EngineTimer, FeedingOrder, RequestBuilder
 from worker.leases import MAX_REREADS, Clock, GoneReason, HeldLease, HeldLeases, LeaseGoneError, ShardEnd
@@ -44,7 +45,7 @@ from worker.metrics import Metrics
 from worker.models import PipelineCache
 from worker.pack_writer import PackWriter
 from worker.quality.verdict import REDRAWABLE, History
-from worker.result_writer import MAX_BACKLOG, Answer, ItemDraw, ResultWriter, first_draws
+from worker.result_writer import MAX_BACKLOG, Answer, ItemDraw, LongItem, ResultWriter
 from worker.supervisor import report
 
 log = structlog.get_logger(__name__)
@@ -218,14 +219,19 @@ class ShardRun:
 
     def begin(self, pipeline: Pipeline, lines: Sequence[ShardLine], drawn_before: Mapping[int, int]) -> None:
         """Plans the first draws. `drawn_before`: index of a reopened item -> number of its earlier draws."""
-        quality = self._job.spec.quality
-        more = 0 if quality is None else quality.draws - 1
+        spec, able = self._job.spec, pipeline.capabilities
+        more = 0 if spec.quality is None else spec.quality.draws - 1
         self._builder = RequestBuilder(self.held, self.store, self._runner.references)
         for line in lines:
             first = drawn_before.get(line.index, 0)
-            self._waiting += first_draws(line, first, first + more, pipeline.capabilities, self._builder)
+            text = "" if line.role is None else spoken_text(line.messages)
+            # A text that is too long for one request is spoken in parts.
+            parts = parts_of(text, able) if len(text) > able.max_text_characters else ()
+            long = LongItem(parts, first, spec, partial(line.seed, spec.seed)) if parts else None
+            for part in range(max(len(parts), 1)):
+                self._waiting.append(ItemDraw(line, first, first + more, long=long, part=part))
         self._unsettled = {line.index for line in lines}
-        if self._job.spec.pack is True:
+        if spec.pack is True:
             run = self._runner.writer.threads.submit
             self.packs = PackWriter(self.held, self.store, self._times, self._clock, run, self._are_last)
         self._pipeline = pipeline
@@ -348,9 +354,11 @@ class ShardRun:
             enough = not self._unsettled or len(self._outcomes) == self._times.commit_items
             if enough or self._halted or not isinstance(outcome, Done | Failed):
                 self._changed.notify_all()
-        _cancel(others)
-        # A pack may have waited for this item.
-        self._flush_packs()
+        if others:
+            _cancel(others)
+        if self.packs is not None:
+            # A pack may have waited for this item.
+            self.packs.flush_due()
 
     def _judged(self, draw: ItemDraw, error: BaseException) -> Failed | None:
         """The outcome of an item after an error; None if it gets no outcome.
@@ -412,10 +420,6 @@ class ShardRun:
             others_follow = not self._halted and (self._feeding or self._in_engine)
             return not others_follow and len(self._writing) <= packed
 
-    def _flush_packs(self) -> None:
-        if self.packs is not None:
-            self.packs.flush_due()
-
     def _collect(self, pipeline: Pipeline) -> bool:
         """Commits outcomes until the shard is finished. Returns whether items are left for another attempt."""
         times = self._times
@@ -427,7 +431,8 @@ class ShardRun:
                 check_at = self._clock.monotonic() + times.commit_seconds
                 if self._is_paused():
                     self.wind_down()
-            self._flush_packs()
+            if self.packs is not None:
+                self.packs.flush_due()
             batch = self.take(due_at)
             if batch:
                 self._commit(batch)
@@ -505,7 +510,8 @@ class ShardRun:
                 self._leave(draw)
             self._changed.notify_all()
         _cancel(ended)
-        self._flush_packs()
+        if self.packs is not None:
+            self.packs.flush_due()
         with self._changed:
             seconds = WRITING_SECONDS if self.held.gone in (None, "drained") else 0.0
             self._changed.wait_for(lambda: not self._writing, seconds)

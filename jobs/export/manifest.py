@@ -12,10 +12,10 @@ from typing import Any, BinaryIO, cast
 
 import msgspec
 
-from jobs.dialogue import spoken_text
+from jobs.dialogue import metadata_json, spoken_text
 from jobs.export.files import json_line
 from jobs.export.formats import ExportFormat
-from jobs.export.items import ORIGIN, AudioItem, Place, audio_items, facts, picked
+from jobs.export.items import ORIGIN, AudioItem, Place, audio_items, facts, item_metadata, picked
 from jobs.formatting import JsonObject
 from jobs.layout import job_manifest_key, put_numbered, shard_manifest_key
 from jobs.ledger import Ledger
@@ -71,25 +71,28 @@ def _entry(job: Job, artifact: Artifact, **known: Any) -> ManifestEntry:
     return ManifestEntry(duration=duration, spec_sha=job.spec_sha, **own, **known)
 
 
-def _item_entry(item: AudioItem, about: JsonObject, **known: Any) -> ManifestEntry:
-    """The entry of an item. `about`: its facts."""
+def _item_entry(item: AudioItem, **known: Any) -> ManifestEntry:
+    """The entry of an item. `known`: its metadata, if they are written here."""
+    about = item_metadata(item.job, item)
     return _entry(
         item.job,
         item.artifact,
+        example_id=item.example_id,
+        text=about.text,
+        role=about.role,
+        message_index=about.message_index,
         words=item.words,
         spoken_text=item.spoken,
-        decision=decision_view(item.decision),
-        **picked(about, "example_id", "text", "role", "message_index"),
+        decision=None if item.decision is None else decision_view(item.decision),
         **known,
     )
 
 
 def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
     """A line of an export; `key` names the audio in the store, so `where` is not used."""
-    about = facts(item)
-    line: JsonObject = msgspec.to_builtins(_item_entry(item, about))
+    line: JsonObject = msgspec.to_builtins(_item_entry(item))
     place = ("speaker", *Place._fields) if item.place.dialogue else ()
-    return json_line(line | picked(about, *ORIGIN, *place))
+    return json_line(line | picked(facts(item), *ORIGIN, *place))
 
 
 MANIFEST = ExportFormat(
@@ -147,8 +150,7 @@ def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
     # A file without a name, so that a killed process leaves none.
     with tempfile.TemporaryFile(prefix="nightjar-manifest-") as file:
         for item in audio_items(ledger, store, job_id):
-            about = facts(item)
-            file.write(json_line(_item_entry(item, about, metadata=about.get("metadata", {}))))
+            file.write(json_line(_item_entry(item, metadata=metadata_json(item.dialogue))))
         file.seek(0)
         info = put_numbered(store, job_manifest_key(job.id), cast("BinaryIO", file), newest=True)
     store.sync()

@@ -63,12 +63,6 @@ FROM json_each(:rows) AS shard, json_each(shard.value) AS item
 SHARDS_AT_ONCE = 500
 
 
-def new_job_id() -> str:
-    """A ULID in lowercase: 26 characters that sort by time."""
-    number = (int(time.time() * 1000) << 80) | int.from_bytes(os.urandom(10))
-    return "".join(_CROCKFORD[(number >> shift) & 31] for shift in range(125, -1, -5))
-
-
 class DuplicateExamples(InputError):  # noqa: N818 - named by the contract
     """Example ids that occur more than once in the job; nothing of the batch was written."""
 
@@ -83,9 +77,11 @@ class DuplicateExamples(InputError):  # noqa: N818 - named by the contract
 
 def begin_job(sql: Transaction, new: NewJob) -> Job:
     """The job with this idempotency key: an existing one in any state, or a new one in state `ingesting`."""
+    # The id is a ULID in lowercase: 26 characters that sort by time.
+    number = (int(time.time() * 1000) << 80) | int.from_bytes(os.urandom(10))
     row = {
         **columns_of(new),
-        "id": new_job_id(),
+        "id": "".join(_CROCKFORD[(number >> shift) & 31] for shift in range(125, -1, -5)),
         "state": JobState.INGESTING.value,
         "store_url": recorded(new.store_url, sql.place),
     }

@@ -35,24 +35,21 @@ T = TypeVar("T")
 Row = TypeVar("Row")
 
 
-def _reads(work: Callable[Concatenate[Transaction, P], T]) -> Callable[Concatenate[Ledger, P], T]:
-    """Turns `work` into a method that runs it in its own read-only transaction."""
-
-    @wraps(work)
-    def method(ledger: Ledger, *args: P.args, **kwargs: P.kwargs) -> T:
-        return ledger.read(work, *args, **kwargs)
-
-    return method
-
-
-def _writes(work: Callable[Concatenate[Transaction, P], T]) -> Callable[Concatenate[Ledger, P], T]:
+def _writes(
+    work: Callable[Concatenate[Transaction, P], T], run: Callable[..., T] = Database.write
+) -> Callable[Concatenate[Ledger, P], T]:
     """Turns `work` into a method that runs it in its own transaction."""
 
     @wraps(work)
     def method(ledger: Ledger, *args: P.args, **kwargs: P.kwargs) -> T:
-        return ledger.write(work, *args, **kwargs)
+        return run(ledger, work, *args, **kwargs)
 
     return method
+
+
+def _reads(work: Callable[Concatenate[Transaction, P], T]) -> Callable[Concatenate[Ledger, P], T]:
+    """Like `_writes`, with a read-only transaction."""
+    return _writes(work, Database.read)
 
 
 def _pages(

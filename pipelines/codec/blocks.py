@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, gelu, layer_norm, linear, pad, scaled_dot_product_attention
 
-from kernels.codec_ops import codec_residual_unit, codec_upsample, pack_upsample, snake_beta
+from kernels.codec_ops import pack_upsample, snake_beta
 from kernels.frame import Layer
-from kernels.layers import rms_norm, swiglu
+from kernels.layers import rms_norm, rope, swiglu
 from pipelines.nn.checkpoint import Loader, StackWeights
 from pipelines.nn.config_keys import StackShape
 
@@ -190,7 +190,8 @@ class UpsampleLayer:
 
 
 class ResidualUnit:
-    """x + conv1x1(snake(conv7_dilated(snake(x)))), one op."""
+    """x + conv1x1(snake(conv7(snake(x)))), whose wide convolution is dilated and causal: [B, T, channels] ->
+    [B, T, channels]. Its state has the inputs before the first snake."""
 
     def __init__(self, load: BlockLoader, layout: StateLayout, channels: int, dilation: int) -> None:
         first, wide, second, narrow = (load.at(name) for name in load.unit_names)
@@ -202,15 +203,19 @@ class ResidualUnit:
         self.span = layout.add((RESIDUAL_KERNEL - 1) * dilation, channels)
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
-        history = None if past is None else past.swap(self.span, x)
-        return codec_residual_unit(
-            x, history, *self.first, *self.wide, *self.second, *self.narrow, self.dilation
+        extended = (
+            pad(x, (0, 0, self.span.steps, 0))
+            if past is None
+            else torch.cat((past.swap(self.span, x), x), dim=1)
         )
+        hidden = snake_beta(extended, *self.first).transpose(1, 2)
+        hidden = conv1d(hidden, *self.wide, dilation=self.dilation).transpose(1, 2)
+        return linear(snake_beta(hidden, *self.second), *self.narrow) + x
 
 
 class UpsampleBlock:
-    """Snake, transposed convolution by `rate`, three residual units: [B, T, Cin] -> [B, T * rate, Cin /
-    2]."""
+    """Snake, causal transposed convolution of kernel 2 * rate and stride `rate`, three residual units: [B, T, Cin] ->
+    [B, T * rate, Cin / 2]."""
 
     def __init__(self, load: BlockLoader, layout: StateLayout, channels: int, rate: int) -> None:
         half = channels // 2
@@ -225,8 +230,11 @@ class UpsampleBlock:
         ]
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
-        history = None if past is None else past.swap(self.span, x)
-        x = codec_upsample(x, history, *self.snake, self.weight, self.bias, self.rate)
+        rows, steps, channels = x.shape
+        before = x.new_zeros(rows, 1, channels) if past is None else past.swap(self.span, x)
+        active = snake_beta(torch.cat((before, x), dim=1), *self.snake)
+        pairs = torch.cat((active[:, :-1], active[:, 1:]), dim=2)
+        x = linear(pairs, self.weight.t(), self.bias.repeat(self.rate)).view(rows, steps * self.rate, -1)
         for unit in self.units:
             x = unit(x, past)
         return x
@@ -275,13 +283,6 @@ class ConvStack:
 ATTENTION_STEPS = 1024
 
 
-def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Applies rotary embedding to x: [B, heads, T, head_dim], in the type of the cosines."""
-    wide = x.to(cosine.dtype)
-    first, second = wide.chunk(2, dim=-1)
-    return (wide * cosine + torch.cat((-second, first), dim=-1) * sine).to(x.dtype)
-
-
 def window_masks(
     positions: Tensor, window: int, with_past: bool, dtype: torch.dtype
 ) -> list[tuple[slice, slice, Tensor]]:
@@ -327,24 +328,24 @@ class TransformerLayer:
     def __call__(
         self,
         x: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
+        turns: Tensor,
         masks: Sequence[tuple[slice, slice, Tensor]],
         past: Past | None,
     ) -> Tensor:
-        """x: [B, T, dim] -> [B, T, dim]; cosine, sine: [B, 1, T, head_dim]; `masks`: see `window_masks`."""
+        """x: [B, T, dim] -> [B, T, dim]; turns: see `WindowTransformer.turns`, in the type of `x` unless they are
+        applied in float32; `masks`: see `window_masks`."""
         weights = self.weights
         shape = self.shape
         split = (-1, self.shape.head_dim)
         projected = linear(rms_norm(x, weights.input_norm, shape.eps), weights.qkv)
-        heads = projected.unflatten(-1, split).transpose(1, 2)
-        query, key, value = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
-        query = rotate(query, cosine, sine)
-        key = rotate(key, cosine, sine)
+        heads = projected.unflatten(-1, split)
+        query, key, value = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=2)
+        query, key = (rope(one, turns, turns.dtype != x.dtype) for one in (query, key))
         if past is not None:
-            pairs = torch.cat((key.transpose(1, 2), value.transpose(1, 2)), dim=2).flatten(2)
+            pairs = torch.cat((key, value), dim=2).flatten(2)
             pairs = torch.cat((past.swap(self.span, pairs), pairs), dim=1)
-            key, value = pairs.unflatten(-1, split).transpose(1, 2).chunk(2, dim=1)
+            key, value = pairs.unflatten(-1, split).chunk(2, dim=2)
+        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
         grouped = shape.heads != shape.kv_heads
         parts = [
             scaled_dot_product_attention(
@@ -392,17 +393,16 @@ class WindowTransformer:
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
         offsets = torch.arange(x.shape[1], device=x.device)[None]
         positions = offsets if past is None else past.positions[:, None] + offsets
-        cosine, sine = self.rotary(positions, x.dtype)
+        turns = self.turns(positions)
+        turns = turns if self._rounded else turns.to(x.dtype)
         masks = window_masks(positions, self.window, past is not None, x.dtype)
         for layer in self.layers:
-            x = layer(x, cosine, sine, masks, past)
+            x = layer(x, turns, masks, past)
         return rms_norm(x, self.norm, self.eps)
 
-    def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of rotary embedding in half-split layout, computed in float32: positions [B, T] ->
-        [B, 1, T, head_dim] each, in `dtype` unless they are rounded."""
-        half = positions[:, None, :, None].float() * self._frequencies
-        angles = torch.cat((half, half), dim=-1)
-        if self._rounded:
-            return angles.cos().bfloat16().float(), angles.sin().bfloat16().float()
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+    def turns(self, positions: Tensor) -> Tensor:
+        """Cosines and sines of rotary embedding side by side, see `kernels.layers.rope`: positions [B, T] ->
+        float32 [B, T, head_dim]."""
+        angles = positions[..., None].float() * self._frequencies
+        made = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        return made.bfloat16().float() if self._rounded else made

@@ -21,7 +21,6 @@ from pipelines.audio import Samples
 from pipelines.codec.batches import (
     FIXED_ROWS,
     PADDING_COST,
-    by_length,
     cheapest_batches,
     round_up,
     same_length_batches,
@@ -284,7 +283,7 @@ class CausalDecoder(Decoder):
     def _batches(self, lengths: Sequence[int], warm: Sequence[bool]) -> list[list[int]]:
         """Groups utterances that are decoded together; `warm`: whether each continues from a state."""
         if self.alone:
-            return [[i] for i in by_length(lengths)]
+            return [[i] for i, length in enumerate(lengths) if length]
         if self.fixed:
             return same_length_batches(lengths, warm)
         # Rows that continue from a state are decoded to the padded end of their batch.
@@ -310,7 +309,7 @@ class CausalDecoder(Decoder):
         """The past of these streams, padded with new states to `rows` rows."""
         self._make_values(states)
         states = [*states, *[CodecState() for _ in range(rows - len(states))]]
-        positions = to_device(torch.tensor([state.frames for state in states]), self.device)
+        positions = to_device([state.frames for state in states], self.device)
         shape = self.shape
         return Past(torch.stack([state.own_values(shape) for state in states]), positions)
 
@@ -351,8 +350,7 @@ class CausalDecoder(Decoder):
         ends = [len(item) for item in codes]
         frames = -(-max(ends) // STATE_FRAMES) * STATE_FRAMES
         batch = self._batch(codes, frames, 1 << (len(codes) - 1).bit_length())
-        filled = torch.tensor(ends + ends[:1] * (len(batch) - len(ends)))
-        inputs = batch, to_device(filled, self.device)
+        inputs = batch, to_device(ends + ends[:1] * (len(batch) - len(ends)), self.device)
         if self.state_graphs is None:
             self.state_graphs = BucketGraphs(torch.cuda.Stream(self.device, priority=CHUNK_PRIORITY))
         with self.state_graphs.following(*inputs):

@@ -222,7 +222,7 @@ class FusedStack:
         # other pointers.
         table = np.zeros((len(self._step_samples), -(-len(lengths) // 4) * 4), np.int32)
         table[:, : len(lengths)] = -(-np.array(lengths) // np.array(self._step_samples)[:, None])
-        return to_device(torch.from_numpy(table), device)[:, : len(lengths)].unbind()
+        return to_device(table, device)[:, : len(lengths)].unbind()
 
 
 def uses_fused_ops(device: torch.device, dtype: torch.dtype, fused: bool | None) -> bool:
@@ -352,7 +352,7 @@ class FusedFront:
         self._conv_bias = into.float() @ conv.bias.float() + into_bias.float()
         self._layers = [_Layer(layer, transformer.window) for layer in transformer.layers]
         self._eps = transformer.eps
-        self._rotary = transformer.rotary
+        self._turns = transformer.turns
         first = upsample[0]
         wide = first.weight.float()
         exits = (
@@ -376,9 +376,7 @@ class FusedFront:
         _ops.codec_active_conv(
             x, lead, self._conv, self._conv_bias, self._conv_taps, 1, None, hidden, None, 0, None, None
         )
-        cosine, sine = (
-            table[:, 0].chunk(2, dim=-1)[0].contiguous() for table in self._rotary(positions, torch.float32)
-        )
+        cosine, sine = (half.contiguous() for half in self._turns(positions).chunk(2, dim=-1))
         for layer in self._layers:
             hidden = layer(hidden, cosine, sine, past)
         eps: float | None = self._eps

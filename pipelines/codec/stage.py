@@ -136,7 +136,7 @@ class Lane:
     _names = "codec-stage", "codec-samples"
     _priority = 0
 
-    def __init__(self, device: torch.device | None = None, gathering: Gathering = _NO_GATHERING) -> None:
+    def __init__(self, device: torch.device | None, gathering: Gathering = _NO_GATHERING) -> None:
         self._device = device
         self.gathering = gathering
         on_gpu = device is not None and device.type == "cuda"
@@ -285,7 +285,7 @@ class StreamLane(Lane):
     _names = "codec-streams", "codec-chunks"
     _priority = CHUNK_PRIORITY
 
-    def __init__(self, decoder: Decoder, max_rows: int = 64, device: torch.device | None = None) -> None:
+    def __init__(self, decoder: Decoder, max_rows: int, device: torch.device | None) -> None:
         self._decoder = decoder
         self._max_rows = max_rows
         super().__init__(device)
@@ -330,9 +330,9 @@ class UtteranceLane(Lane):
     def __init__(
         self,
         decoder: Decoder,
-        max_batch: int = 64,
-        device: torch.device | None = None,
-        gathering: Gathering = _NO_GATHERING,
+        max_batch: int,
+        device: torch.device | None,
+        gathering: Gathering,
     ) -> None:
         self._decoder = decoder
         self._max_batch = max_batch
@@ -370,9 +370,7 @@ class ContinuousLane(Lane):
     while the lane is quiet.
     """
 
-    def __init__(
-        self, steps: UtteranceGraphs, device: torch.device | None = None, gathering: Gathering = _NO_GATHERING
-    ) -> None:
+    def __init__(self, steps: UtteranceGraphs, device: torch.device | None, gathering: Gathering) -> None:
         self._steps = steps
         self._last_start = 0.0
         super().__init__(device, gathering)

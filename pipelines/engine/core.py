@@ -103,7 +103,7 @@ class EngineCore:
         """Whether there is nothing to do until a request, or text for a running one, arrives."""
         waiting = self.turns or self.scheduler.waiting or self.scheduler.waiting_streams
         return not waiting and all(
-            one.starved and one.prefilled == one.last for one in self.scheduler.running
+            one.text_open and one.starved and one.prefilled == one.last for one in self.scheduler.running
         )
 
     @property
@@ -226,7 +226,7 @@ class EngineCore:
         found: list[Tensor] | list[None] = [None] * len(admitted)
         if len(admitted) > 1:
             try:
-                found = self.executor.embed_all([utterance.request.prompt for utterance in admitted])
+                found = self.executor.embed([utterance.request.prompt for utterance in admitted])
             except Exception as error:
                 if lacks_memory(error):
                     raise
@@ -239,7 +239,7 @@ class EngineCore:
             last = utterance.last
             try:
                 if embeddings is None:
-                    embeddings = self.executor.embed(request.prompt)
+                    (embeddings,) = self.executor.embed([request.prompt])
                 utterance.embeddings = embeddings if utterance.prefilled < last else None
                 placements.append(
                     Placement(

@@ -78,15 +78,6 @@ class FrameSettings(NamedTuple):
     max_length: int
     samplings: Sequence[SamplingParams]
 
-    @property
-    def flags(self) -> tuple[DrawFlags, DrawFlags]:
-        """Those of codebook 0, and of the other codebooks."""
-        settings = self.samplings
-        return (
-            DrawFlags.of([(s.temperature, s.top_k, s.top_p) for s in settings]),
-            DrawFlags.of([(s.residual_temperature, s.residual_top_k, s.residual_top_p) for s in settings]),
-        )
-
 
 class FrameModel:
     """An LM that makes one frame of codes per step. Requests' states are in `SlotState` and `PagedKV`.
@@ -134,8 +125,8 @@ class FrameModel:
         starts = [run.start for run in runs]
         owner = np.repeat(np.arange(len(runs)), counts)
         places = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts)])
-        slots = to_device(torch.tensor([run.slot for run in runs]), self.device)
-        owner, positions = to_device(torch.from_numpy(np.stack((owner, places))), self.device).unbind(0)
+        slots = to_device([run.slot for run in runs], self.device)
+        owner, positions = to_device(np.stack((owner, places)), self.device).unbind(0)
         table = state.page_table[slots]
         if self.device.type == "cpu":
             lengths = [start + count for start, count in zip(starts, counts)]
@@ -160,7 +151,10 @@ class FrameModel:
         """
         tensors = self.tensors
         hidden = backbone_step(tensors.backbone, state.tensors, kv.k, kv.v, rows, settings.max_length)
-        return draw_frame(tensors, state.tensors, rows, hidden, *settings.flags, forced)
+        own = settings.samplings
+        first = DrawFlags.of([(s.temperature, s.top_k, s.top_p) for s in own])
+        others = DrawFlags.of([(s.residual_temperature, s.residual_top_k, s.residual_top_p) for s in own])
+        return draw_frame(tensors, state.tensors, rows, hidden, first, others, forced)
 
 
 class FrameCodes(NamedTuple):
@@ -202,13 +196,9 @@ class FrameExecutor:
         )
 
     @torch.inference_mode()
-    def embed(self, prompt: Any) -> Tensor:
-        """Embeddings [length, hidden] of a prompt."""
-        return self._model.embed(prompt)
-
-    def embed_all(self, prompts: Sequence[Any]) -> list[Tensor]:
-        """Embeds several prompts, in fewer launches if possible."""
-        return [self.embed(prompt) for prompt in prompts]
+    def embed(self, prompts: Sequence[Any]) -> list[Tensor]:
+        """Embeddings [length, hidden] of prompts, in few launches if possible."""
+        return [self._model.embed(prompt) for prompt in prompts]
 
     @torch.inference_mode()
     def take_text(self, ids: IntArray) -> None:

@@ -79,12 +79,10 @@ class GraphExecutor(FrameExecutor):
         self.packed = not reproducible
         self.prefills = prefills_of(self, packed_sizes(sizes.slots))
 
-    def embed_all(self, prompts: Sequence[object]) -> list[Tensor]:
+    @torch.inference_mode()
+    def embed(self, prompts: Sequence[object]) -> list[Tensor]:
         # The order of a sum can depend on the total number of positions.
-        if self.reproducible:
-            return super().embed_all(prompts)
-        with torch.inference_mode():
-            return self._model.embed_all(prompts)
+        return super().embed(prompts) if self.reproducible else self._model.embed_all(prompts)
 
     @torch.inference_mode()
     def prefill(self, runs: Sequence[PrefillRun]) -> None:

@@ -209,7 +209,7 @@ class PaddedPrefills:
         send(sent, row.runs)
         new = len(row.embeddings) // sent.shape[1]
         cells = np.concatenate([np.arange(at * new, at * new + count) for at, count in enumerate(sent[1])])
-        targets = to_device(torch.from_numpy(cells), row.embeddings.device)
+        targets = to_device(cells, row.embeddings.device)
         row.embeddings.index_copy_(0, targets, torch.cat([run.embeddings for run in runs]))
         row.replay()
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.frame import DrawTensors, StackTensors, StateTensors
@@ -140,7 +139,8 @@ class SlotState:
             np.concatenate(cells), np.concatenate(values), slots,
             np.array(integers, np.int64).T, np.array(floats, np.float32).T, np.array(flags).T,
         )  # fmt: skip
-        sent = self._sent(np.concatenate([np.frombuffer(part.tobytes(), np.uint8) for part in parts]))
+        device = self.inputs.device
+        sent = to_device(np.concatenate([np.frombuffer(part.tobytes(), np.uint8) for part in parts]), device)
         cell, value, rows, *states = sent.split([part.nbytes for part in parts])
         rows = rows.view(torch.int64)
         self._tables[cell.view(torch.int64)] = value.view(torch.int64)
@@ -157,10 +157,7 @@ class SlotState:
             known = np.concatenate(
                 [one.slot * self.seen.shape[1] + np.asarray(one.drawn, np.int64) for one in placements]
             )
-            self.seen.view(-1)[self._sent(known)] = True
-
-    def _sent(self, made: IntArray | NDArray[np.uint8]) -> Tensor:
-        return to_device(torch.from_numpy(made), self.inputs.device)
+            self.seen.view(-1)[to_device(known, device)] = True
 
     def write_pages(self, grown: Sequence[tuple[int, Sequence[int], int]]) -> None:
         """Appends pages to slots' tables: (slot, pages, entry of the first page)."""
@@ -168,7 +165,7 @@ class SlotState:
             self._used[slot][0] = start + len(pages)
         cells = [_cells(self.page_table, slot, start, len(pages)) for slot, pages, start in grown]
         values = [np.asarray(pages, np.int64) for _, pages, _ in grown]
-        sent = self._sent(np.stack((np.concatenate(cells), np.concatenate(values))))
+        sent = to_device(np.stack((np.concatenate(cells), np.concatenate(values))), self.inputs.device)
         self._tables[sent[0]] = sent[1]
 
     def write_trailing(self, slot: int, ids: IntArray, start: int) -> None:
@@ -176,7 +173,8 @@ class SlotState:
         ids = ids[: max(self.trailing.shape[1] - 1 - start, 0)]
         if len(ids):
             self._used[slot][1] = start + len(ids)
-            sent = self._sent(np.stack((_cells(self.trailing, slot, start, len(ids)), ids)))
+            cells = _cells(self.trailing, slot, start, len(ids))
+            sent = to_device(np.stack((cells, ids)), self.inputs.device)
             self._tables[sent[0]] = sent[1]
 
 

@@ -216,7 +216,12 @@ class EngineServer:
         elif isinstance(message, Append):
             self._append(message)
         elif isinstance(message, Cancel):
-            self._cancel(message.number)
+            # A request that is not started yet is never started; one that is being started is cancelled once it has
+            # a handle.
+            with self._lock:
+                request = self._requests.pop(message.number, None)
+            if request is not None and request.handle is not None:
+                request.handle.cancel()
         else:
             self._answers.put(None)
 
@@ -294,14 +299,6 @@ class EngineServer:
             self._on_event(message.number, Failed(error), stream=True)
             handle.cancel()
 
-    def _cancel(self, number: int) -> None:
-        """Cancels a request. A request that is not started yet is never started; one that is being started is
-        cancelled once it has a handle."""
-        with self._lock:
-            request = self._requests.pop(number, None)
-        if request is not None and request.handle is not None:
-            request.handle.cancel()
-
     def _on_event(self, number: int, event: Event, stream: bool) -> None:
         """Handles an event of a request, on the thread that made it."""
         if isinstance(event, AudioChunk):
@@ -327,10 +324,11 @@ class EngineServer:
                 if (answer := self._answers.get(timeout=STATS_SECONDS)) is None:
                     return
                 self._send_event(*answer, wait=True)
+            if (now := time.monotonic()) < sent_at + STATS_SECONDS:
+                continue
             stats = pipeline.stats()
-            now = time.monotonic()
             is_same = replace(stats, joules=sent.joules) == sent
-            if stats != sent and now >= sent_at + (IDLE_STATS_SECONDS if is_same else STATS_SECONDS):
+            if stats != sent and not (is_same and now < sent_at + IDLE_STATS_SECONDS):
                 sent = stats
                 sent_at = now
                 self._send(Stats(stats, pipeline.info), wait=True)

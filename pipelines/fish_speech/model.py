@@ -158,12 +158,10 @@ class FishModel(FrameModel):
     def embed(self, prompt: TokenPrompt) -> Tensor:
         """Embeddings [length, dim] of a prompt."""
         ids = np.asarray(prompt.ids, np.int64)
-        made = self._embeddings[to_device(torch.from_numpy(ids), self.device)]
+        made = self._embeddings[to_device(ids, self.device)]
         if len(prompt.codes):
             spoken = np.flatnonzero(is_speech(ids, self._semantic))
-            places, codes = (
-                to_device(torch.from_numpy(part), self.device) for part in (spoken, prompt.codes)
-            )
+            places, codes = (to_device(part, self.device) for part in (spoken, prompt.codes))
             made[places] = next_inputs(self.tensors.feedback, codes, codes[:, 0])
         return made
 

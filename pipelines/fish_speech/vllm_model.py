@@ -33,9 +33,7 @@ class FishState(EngineFrameState):
         codes = np.frombuffer(data, dtype=np.int16).reshape(-1, self.codes.shape[2]).copy()
         if len(codes):
             places = np.flatnonzero(is_speech(np.array(prompt), self.model.fish.semantic))
-            self.codes[slot, to_device(torch.from_numpy(places), self.device)] = to_device(
-                torch.from_numpy(codes), self.device
-            )
+            self.codes[slot, to_device(places, self.device)] = to_device(codes, self.device)
 
     def embed(self, ids: Tensor, codes: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         text = self.model.embed_input_ids(ids)

@@ -196,9 +196,9 @@ class Qwen3TTSModel(FrameModel):
         firsts = accumulate((len(prompt) for prompt in prompts), initial=0)
         voices = [(first, *prompt.voice) for first, prompt in zip(firsts, prompts) if prompt.voice]
         if voices:
-            at = torch.tensor([first + place for first, place, _ in voices])
-            vectors = torch.from_numpy(np.stack([vector for _, _, vector in voices]))
-            codec.index_copy_(0, to_device(at, self.device), to_device(vectors, self.device).to(self.dtype))
+            at = to_device([first + place for first, place, _ in voices], self.device)
+            vectors = to_device(np.stack([vector for _, _, vector in voices]), self.device)
+            codec.index_copy_(0, at, vectors.to(self.dtype))
         return self.text.rows[rows[:, -1]] + codec
 
     def take_text(self, ids: IntArray) -> None:

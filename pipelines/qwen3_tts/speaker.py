@@ -25,7 +25,7 @@ from torch.nn.functional import (
     scaled_dot_product_attention,
 )
 
-from pipelines.codec.blocks import rotate
+from kernels.layers import rope
 from pipelines.codec.encoding import EXACT, BatchEncoder, Encoding, mel_filters
 from pipelines.codec.states import CodecState
 from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource, device_name, type_name
@@ -220,18 +220,18 @@ class EncoderLayer:
         self._up = load("mlp.fc1.weight", sizes.intermediate_size, width)
         self._down = load("mlp.fc2.weight", width, sizes.intermediate_size)
 
-    def __call__(self, x: Tensor, *turns: Tensor) -> Tensor:
-        """x: [B, T, hidden] -> [B, T, hidden]; turns: cosines and sines, [T, head_dim] each."""
+    def __call__(self, x: Tensor, turns: Tensor) -> Tensor:
+        """x: [B, T, hidden] -> [B, T, hidden]; turns: [T, head_dim], see `kernels.layers.rope`."""
 
         def normed(number: int) -> Tensor:
             return layer_norm(x, x.shape[2:], *self._norms[number], eps=self._sizes.norm_eps)
 
         split = -1, self._sizes.head_dim
-        query, key, value = (linear(normed(0), one).unflatten(2, split).transpose(1, 2) for one in self._qkv)
+        query, key, value = (linear(normed(0), one).unflatten(2, split) for one in self._qkv)
+        turned = rope(query, turns), rope(key, turns), value
+        query, key, value = (one.transpose(1, 2) for one in turned)
         # As in the reference (transformers 4.57), to the whole past: the config's sliding_window is not applied.
-        attended = scaled_dot_product_attention(
-            rotate(query, *turns), rotate(key, *turns), value, is_causal=x.shape[1] > 1
-        )
+        attended = scaled_dot_product_attention(query, key, value, is_causal=x.shape[1] > 1)
         x = x + self._scales[0] * linear(attended.transpose(1, 2).flatten(2), self._out)
         return x + self._scales[1] * linear(gelu(linear(normed(1), self._up)), self._down)
 
@@ -314,10 +314,9 @@ class CodecEncoder:
         x, ends = _convolved(x, ends, rest)
         x = x.transpose(1, 2)
         angles = torch.arange(x.shape[1], device=x.device)[:, None].float() * self._frequencies
-        angles = torch.cat((angles, angles), dim=1)
-        turns = angles.cos(), angles.sin()
+        turns = torch.cat((angles.cos(), angles.sin()), dim=1)
         for layer in self._transformer:
-            x = layer(x, *turns)
+            x = layer(x, turns)
         # The last convolution repeats a row's first and last step instead of zeros.
         steps = torch.arange(-self._downsample.left, x.shape[1], device=x.device)
         steps = steps.minimum(ends[:, None] - 1).clamp(min=0)[:, None]

@@ -211,7 +211,7 @@ class BiCodec:
         vector = self.speaker.vector(to_device(torch.stack(list(voices)), self.device))
         mask = None
         if min(lengths) != longest:
-            ends = to_device(torch.tensor(lengths), self.device)
+            ends = to_device(lengths, self.device)
             mask = (torch.arange(longest, device=self.device) < ends[:, None])[:, None].to(self.dtype)
         waves = self.wave(self.mixed(tokens, vector, mask), mask).float()
         samples = self.config.samples_per_token

@@ -107,7 +107,7 @@ class SparkModel(FrameModel):
 
     def embed(self, prompt: TokenPrompt) -> Tensor:
         """Embeddings [length, hidden] of a prompt."""
-        return self._table[to_device(torch.from_numpy(np.asarray(prompt.ids, np.int64)), self.device)]
+        return self._table[to_device(np.asarray(prompt.ids, np.int64), self.device)]
 
 
 #: Possible numbers of delivered tokens, 50 per second, in a stream's chunks and in its first chunk. The codec

@@ -124,7 +124,8 @@ class SpeechLmState(FrameState):
             self.drawing.seeds[step.slots], step.positions - self.origins[step.slots], self._config.streams
         )
         settings = [self._settings[slot] for slot in step.slots_host.tolist()]
-        rows = self.model.frame_logits(hidden)
+        # float32 [n, streams * layer + 2]: lm_head(h + stream_emb[s]) in the places of stream s.
+        rows = functional.linear(hidden.float(), self.model.frame_head, self.model.frame_bias)
         pairs = match([row.half for row in settings], step.positions_host, step.whole_host)
         both = self._merge(rows, pairs)
         audio = self._draw_audio(rows, step, noise, settings)
@@ -135,7 +136,7 @@ class SpeechLmState(FrameState):
             mains, nulls = both
             token[nulls], codes[nulls] = token[mains], codes[mains]
         if pairs.broken:
-            token[to_device(torch.tensor(pairs.broken), self.device)] = self._config.specials.pad
+            token[to_device(pairs.broken, self.device)] = self._config.specials.pad
         return token, codes
 
     def _merge(self, rows: Tensor, pairs: Matched) -> tuple[Tensor, Tensor] | None:
@@ -144,7 +145,7 @@ class SpeechLmState(FrameState):
         if not pairs.mains:
             return None
         mains, nulls, scales = (
-            to_device(torch.tensor(part), self.device) for part in (pairs.mains, pairs.nulls, pairs.scales)
+            to_device(part, self.device) for part in (pairs.mains, pairs.nulls, pairs.scales)
         )
         rows[mains] = scales[:, None] * rows[mains] + (1 - scales[:, None]) * rows[nulls]
         return mains, nulls
@@ -239,11 +240,6 @@ class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
         return self.embed_input_ids(ids) + functional.embedding_bag(
             places, self.frame_embedding, mode="sum", padding_idx=0
         )
-
-    def frame_logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, streams * layer + 2] from hidden states [n, hidden]: lm_head(h + stream_emb[s]) in
-        the rows of stream s."""
-        return functional.linear(hidden.float(), self.frame_head, self.frame_bias)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Loads the decoder's tensors; vLLM does not run the tower and the codec."""

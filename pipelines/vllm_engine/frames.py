@@ -172,7 +172,7 @@ class FrameState(DefaultModelState):
             slots,
             batch.seq_lens[:rows].long(),
             positions,
-            to_device(torch.from_numpy(whole), self.device),
+            to_device(whole, self.device),
             whole,
         )
 

@@ -81,11 +81,8 @@ class Device(FrameExecutor):
         #: Chunks that were prefilled: (slot, start, positions).
         self.chunks: list[tuple[int, int, int]] = []
 
-    def embed_all(self, prompts: Sequence[Any]) -> list[Tensor]:
-        return [self.embed(prompt) for prompt in prompts]
-
-    def embed(self, prompt: Any) -> Tensor:
-        return torch.tensor(prompt.numbers, dtype=torch.float32)[:, None]
+    def embed(self, prompts: Sequence[Any]) -> list[Tensor]:
+        return [torch.tensor(prompt.numbers, dtype=torch.float32)[:, None] for prompt in prompts]
 
     def take_text(self, ids: object) -> None:
         """Text costs nothing."""

@@ -85,11 +85,8 @@ class SimulatedDevice(FrameExecutor):
     def clock(self) -> float:
         return self.now
 
-    def embed_all(self, prompts: Sequence[object]) -> list[Tensor]:
-        return [self.embed(prompt) for prompt in prompts]
-
-    def embed(self, prompt: object) -> Tensor:
-        return torch.zeros(PROMPT, 1)
+    def embed(self, prompts: Sequence[object]) -> list[Tensor]:
+        return [torch.zeros(PROMPT, 1) for _ in prompts]
 
     def take_text(self, ids: object) -> None:
         """Text costs nothing."""

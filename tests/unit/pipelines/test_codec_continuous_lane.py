@@ -63,7 +63,7 @@ class Sums:
 
 
 def opened(steps: Sums, seconds: float = 0.0, **gathering: Any) -> Any:
-    return ContinuousLane(steps, gathering=Gathering(seconds, **gathering))  # pyright: ignore[reportArgumentType]
+    return ContinuousLane(steps, None, Gathering(seconds, **gathering))  # pyright: ignore[reportArgumentType]
 
 
 def put(lane: Any, heard: Heard, name: str, *values: int, start: Sum | None = None) -> None:

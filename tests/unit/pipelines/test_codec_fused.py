@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.codec_ops import codec_residual_unit, codec_upsample, pack_upsample, snake_beta, snake_parameters
+from kernels.codec_ops import pack_upsample, snake_beta, snake_parameters
 from pipelines.codec.blocks import Past
 from pipelines.codec.decoder import PASS_FRAMES
 from pipelines.codec.fused import FusedStack
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.config import CodecConfig
+from tests.support.codec_blocks import past_of, rand, residual_unit, upsampling
 
 FOLDER = Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-base" / "speech_tokenizer"
 CLOSE = 3e-5
@@ -34,10 +35,6 @@ def decoder(fused: bool) -> CodecDecoder:
 
 def codes(frames: int, seed: int) -> Tensor:
     return torch.randint(256, (frames, 16), generator=torch.Generator().manual_seed(seed))
-
-
-def rand(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 7 * sum(shape)))
 
 
 @pytest.fixture(params=[0, 1000])
@@ -164,27 +161,16 @@ def test_open_ends_leave_what_lies_behind_them_and_others_are_zero() -> None:
 @pytest.mark.parametrize("lead", [0, 18, 25])
 def test_active_unit_is_the_residual_unit_after_its_snake(lead: int) -> None:
     channels, steps, dilation, ahead = 6, 21, 3, 4
-    snakes = [
-        snake_parameters(rand(channels, seed=i, scale=0.3), rand(channels, seed=i + 1, scale=0.3))
-        for i in range(3)
-    ]
+    stored = [(rand(channels, seed=i, scale=0.3), rand(channels, seed=i + 1, scale=0.3)) for i in range(3)]
+    snakes = [snake_parameters(*one) for one in stored]
     weight1, weight2 = (
         rand(channels, channels, 7) / math.sqrt(7 * channels),
         rand(channels, channels) / math.sqrt(channels),
     )
     bias1, bias2 = rand(channels, seed=3), rand(channels, seed=4)
     x, history = rand(2, steps, channels), rand(2, lead, channels, seed=9)
-    wanted = codec_residual_unit(
-        x,
-        history[:, lead - 18 :] if lead else None,
-        *snakes[0],
-        weight1,
-        bias1,
-        *snakes[1],
-        weight2,
-        bias2,
-        dilation,
-    )
+    unit = residual_unit((*stored[0], *stored[1]), (weight1, bias1, weight2, bias2), dilation)
+    wanted = unit(x, past_of(unit.span, history[:, lead - 18 :]) if lead else None)
     raw, active = torch.empty_like(x), torch.full((2, ahead + steps, channels), 7.0)
     a = snake_beta(torch.cat((history, x), dim=1), *snakes[0])
     packed = weight1.permute(2, 1, 0).reshape(-1, channels)
@@ -210,17 +196,25 @@ def test_active_unit_is_the_residual_unit_after_its_snake(lead: int) -> None:
 
 def test_active_conv_upsamples() -> None:
     channels_in, channels_out, rate = 6, 3, 4
-    first, then = snake_parameters(rand(6), rand(6, seed=1)), snake_parameters(rand(3), rand(3, seed=1))
-    weight, bias, x = (
-        pack_upsample(rand(channels_in, channels_out, 2 * rate)),
-        rand(channels_out, seed=2),
-        rand(2, 9, channels_in),
-    )
-    wanted = codec_upsample(x, None, *first, weight, bias, rate)
+    stored, then = (rand(6), rand(6, seed=1)), snake_parameters(rand(3), rand(3, seed=1))
+    first = snake_parameters(*stored)
+    weight, bias = rand(channels_in, channels_out, 2 * rate), rand(channels_out, seed=2)
+    x = rand(2, 9, channels_in)
+    wanted = upsampling(stored, weight, bias, rate)(x, None)
     raw, active = torch.empty(2, 36, 3), torch.empty(2, 36, 3)
     repeated = [value.repeat(rate) for value in (bias, *then)]
     ops.codec_active_conv(
-        snake_beta(x, *first), 0, weight, repeated[0], 2, 1, None, raw, active, 0, *repeated[1:]
+        snake_beta(x, *first),
+        0,
+        pack_upsample(weight),
+        repeated[0],
+        2,
+        1,
+        None,
+        raw,
+        active,
+        0,
+        *repeated[1:],
     )
     torch.testing.assert_close(raw, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(active, snake_beta(wanted, *then), atol=2e-5, rtol=1e-5)

@@ -60,7 +60,7 @@ class Lane(StreamLane):
 
     def __init__(self, most: int = 2) -> None:
         self.starter, self.heard = Starter(most), Heard()
-        super().__init__(self.starter)
+        super().__init__(self.starter, 64, None)
         self.chunk(0, frames=30)
         self.chunk(1, frames=31)
         self.held = [self.starter.events.get(timeout=60) for _ in range(2)]

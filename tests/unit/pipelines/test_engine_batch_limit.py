@@ -50,11 +50,8 @@ class SmallDevice(FrameExecutor):
         self.lacks: list[int] = []
         self.most = 0
 
-    def embed_all(self, prompts: Sequence[object]) -> list[Tensor]:
-        return [self.embed(prompt) for prompt in prompts]
-
-    def embed(self, prompt: object) -> Tensor:
-        return torch.zeros(4, 1)
+    def embed(self, prompts: Sequence[object]) -> list[Tensor]:
+        return [torch.zeros(4, 1) for _ in prompts]
 
     def prefill(self, runs: Sequence[PrefillRun]) -> None:
         """Nothing to write."""
@@ -177,11 +174,11 @@ def test_a_lack_of_memory_while_newcomers_are_embedded_shrinks_the_batch_and_end
     asked: list[int] = []
 
     class FullOnce(SmallDevice):
-        def embed_all(self, prompts: Sequence[object]) -> list[Tensor]:
+        def embed(self, prompts: Sequence[object]) -> list[Tensor]:
             asked.append(len(prompts))
             if len(asked) == 1:
                 raise torch.OutOfMemoryError("no room")
-            return super().embed_all(prompts)
+            return super().embed(prompts)
 
     load = Load(SLOTS, FullOnce)
     load.run(20)

@@ -308,7 +308,7 @@ def test_an_error_that_shows_late_is_told_to_all_of_its_batch() -> None:
             raise RuntimeError("the device is lost")
 
     heard = Heard()
-    lane = Late(Adder())
+    lane = Late(Adder(), 64, None, Gathering())
     put(lane, heard.at("a"), 1)
     ((_, error),) = heard.take(1)
     assert isinstance(error, NightjarError)

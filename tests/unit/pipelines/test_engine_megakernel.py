@@ -216,5 +216,5 @@ def test_the_reproducible_mode_embeds_each_prompt_alone(reproducible: bool) -> N
     )
     executor: Any = object.__new__(GraphExecutor)
     executor.reproducible, executor._model = reproducible, model
-    assert len(GraphExecutor.embed_all(executor, ["one", "two", "three"])) == 3
+    assert len(GraphExecutor.embed(executor, ["one", "two", "three"])) == 3
     assert asked == ([["one"], ["two"], ["three"]] if reproducible else [["one", "two", "three"]])
