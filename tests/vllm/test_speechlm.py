@@ -7,12 +7,14 @@ import dataclasses
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -246,44 +248,50 @@ def test_the_old_runner_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch)
         open_pipeline(CHECKPOINT, max_context=128)
 
 
-def test_a_job_stores_text_and_audio_and_exports_dialogues(tmp_path: Path) -> None:
-    settings = os.environ | forked_environment() | {"SPEECH_HOME": str(tmp_path / "home")}
+def jobs(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command, whose jobs are in `home`."""
+    settings = os.environ | forked_environment() | {"SPEECH_HOME": str(home)}
+    command = [sys.executable, "-m", "jobs", *arguments]
+    return subprocess.run(
+        command, cwd=GOLDEN, env=settings, capture_output=True, text=True, timeout=400, check=False
+    )
 
-    def jobs(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "jobs", *arguments]
-        return subprocess.run(
-            command, cwd=GOLDEN, env=settings, capture_output=True, text=True, timeout=400, check=False
-        )
 
-    wanted = {
-        "a0": {},
-        "a0_cfg30": {"cfg": 3.0},
-        "eos_text": {},
-        "t_eot": {"mode": "text_only", "max_tokens": 60},
-        "u_a": {"mode": "text_only"},
-    }
-    lines = []
-    for name, generation in wanted.items():
-        limits = {"max_tokens": CASES[name]["max_tokens"]}
-        lines.append(
-            {
-                "example_id": name,
-                "messages": DIALOGUES[CASES[name]["example_id"]],
-                "generation": {**limits, **generation},
-            }
-        )
-    source = tmp_path / "input.jsonl"
+def input_of(folder: Path, wanted: dict[str, dict[str, Any]]) -> Path:
+    """An input of golden cases, each with its generation settings."""
+    lines = [
+        {
+            "example_id": name,
+            "messages": DIALOGUES[CASES[name]["example_id"]],
+            "generation": {"max_tokens": CASES[name]["max_tokens"], **generation},
+        }
+        for name, generation in wanted.items()
+    ]
+    source = folder / "input.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for wav in (GOLDEN / "wavs").glob("*.wav"):
-        (tmp_path / "wavs").mkdir(exist_ok=True)
-        (tmp_path / "wavs" / wav.name).write_bytes(wav.read_bytes())
-    done = jobs("run", str(source), "--model", CHECKPOINT, "--set", "temperature=0", "--json")
+    shutil.copytree(GOLDEN / "wavs", folder / "wavs")
+    return source
+
+
+def test_a_job_stores_text_and_audio_and_exports_dialogues(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    source = input_of(
+        tmp_path,
+        {
+            "a0": {},
+            "a0_cfg30": {"cfg": 3.0},
+            "eos_text": {},
+            "t_eot": {"mode": "text_only", "max_tokens": 60},
+            "u_a": {"mode": "text_only"},
+        },
+    )
+    done = jobs(home, "run", str(source), "--model", CHECKPOINT, "--set", "temperature=0", "--json")
     final = json.loads(done.stdout.splitlines()[-1])
     assert (final["items"]["done"], final["items"]["failed"]) == (4, 1), (
         done.stdout[-3000:] + done.stderr[-3000:]
     )
     out = tmp_path / "espnet.jsonl"
-    exported = jobs("export", final["job"], "--format", "espnet", "--to", str(out))
+    exported = jobs(home, "export", final["job"], "--format", "espnet", "--to", str(out))
     assert exported.returncode == 0, exported.stderr
     found = {line["example_id"]: line["messages"] for line in map(json.loads, out.read_text().splitlines())}
     assert sorted(found) == ["a0", "a0_cfg30", "t_eot", "u_a"]
@@ -291,6 +299,27 @@ def test_a_job_stores_text_and_audio_and_exports_dialogues(tmp_path: Path) -> No
         answer = messages[-2:]
         assert ["assistant", "text", CASES[name]["expected"]["text"]] in answer
         assert any(message[1] == "audio" for message in answer) is (CASES[name]["mode"] == "text_audio")
+
+
+def test_a_job_of_codes_is_decoded_later_to_the_samples_of_a_job_of_audio(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    source = input_of(tmp_path, {"a0": {}, "a0_cfg30": {"cfg": 3.0}})
+    sounds = dict[str, dict[str, bytes]]()
+    for output in ("both", "codes"):
+        out = tmp_path / output
+        done = jobs(
+            home, "run", str(source), "--model", CHECKPOINT, "--set", "temperature=0", "--output", output, "--out", str(out), "--json"
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        if output == "codes":
+            assert not [*out.rglob("*.wav")]
+            job = json.loads(done.stdout.splitlines()[-1])["job"]
+            made = jobs(home, "decode", job, "--out", str(out), "--to", str(tmp_path / "decoded"))
+            assert made.returncode == 0, made.stderr
+            out = tmp_path / "decoded"
+        sounds[output] = {path.name: path.read_bytes() for path in out.rglob("*.wav")}
+    assert len(sounds["both"]) == 2
+    assert sounds["codes"] == sounds["both"]
 
 
 def test_a_server_gives_the_golden_answers_to_both_clients(pipeline: Pipeline) -> None:
