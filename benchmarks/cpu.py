@@ -31,6 +31,7 @@ import shutil
 import statistics
 import tempfile
 import time
+import timeit
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import closing
@@ -156,13 +157,8 @@ def complete(url: str, rows: Iterable[str], changes: str = "") -> None:
 
 def status_ms(url: str, job: str) -> float:
     """Median milliseconds of the ledger's status call."""
-    times: list[float] = []
     with closing(Ledger(url)) as ledger:
-        for _ in range(21):
-            start = time.perf_counter()
-            ledger.status(job)
-            times.append((time.perf_counter() - start) * 1000)
-    return statistics.median(times)
+        return 1000 * statistics.median(timeit.repeat(partial(ledger.status, job), number=1, repeat=21))
 
 
 def filters(figures: Figures, folder: Path, url: str, items: int, name: str) -> None:

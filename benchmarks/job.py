@@ -19,7 +19,7 @@ nothing, for the path around the engine.
 were done as the engine has slots, and the last before which one and a half times as many were left, by the ledger's own
 times; over the time between them. A job that is interrupted before there is such a span has the later half of its time.
 `first_audio_s` is the time from the start of the command to the first audio file in the
-store. Cores, memory and the use of GPUs, with `joules_per_audio_s` by the boards' counters, are of the same span; `own_joules_per_audio_s` is
+store, by the store's own times (S3: whole seconds). Cores, memory and the use of GPUs, with `joules_per_audio_s` by the boards' counters, are of the same span; `own_joules_per_audio_s` is
 what the command itself says of the whole job. With `--minutes`, what no longer fits is left out, and a job
 that does not end in time (`--limit` seconds) is interrupted; its row has what was committed.
 
@@ -51,7 +51,6 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -59,6 +58,7 @@ from concurrent.futures import wait
 from contextlib import closing, suppress
 from datetime import datetime
 from itertools import accumulate, product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +69,7 @@ from benchmarks.engine import Load
 from benchmarks.voices import words_of
 from jobs.checks import PRESETS, Option, quality_of
 from jobs.settings import load_settings
-from jobs.store import open_store
+from jobs.store import ObjectStore, open_store
 from pipelines.audio import decode
 from worker.quality.meters import Utterance
 from worker.quality.process import MeterPool, MeterTask
@@ -163,20 +163,16 @@ def kind_for(cloning: str) -> str:
 
 
 class Command:
-    """`nightjar ...` of the packages in PYTHONPATH, which the working directory must not shadow: what its processes use,
-    and when its first audio is there."""
+    """`nightjar ...` of the packages in PYTHONPATH, which the working directory must not shadow, and what its processes
+    use."""
 
-    def __init__(
-        self, folder: Path, words: Sequence[str], environment: dict[str, str], there: Callable[[], bool]
-    ) -> None:
-        self.began, self.seconds, self.first_audio = time.perf_counter(), 0.0, None
+    def __init__(self, folder: Path, words: Sequence[str], environment: dict[str, str]) -> None:
+        self.began, self.seconds = time.perf_counter(), 0.0
         self.began_at, self._stdout = time.time(), folder / "stdout"
         command = [sys.executable, "-P", "-m", "jobs", *words]
         with self._stdout.open("wb") as out, (folder / "stderr").open("wb") as error:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=error)
-        self.use, self._over = Use(self.process.pid), threading.Event()
-        self._watcher = threading.Thread(target=self._watch, args=(there,), name="first-audio", daemon=True)
-        self._watcher.start()
+        self.use = Use(self.process.pid)
 
     def wait(self, most_seconds: float) -> int:
         """The exit status; a command that takes longer is interrupted, and then killed."""
@@ -188,19 +184,11 @@ class Command:
             most_seconds = DRAIN_SECONDS
         status = self.process.wait()
         self.seconds = self.seconds or time.perf_counter() - self.began
-        self._over.set()
-        self._watcher.join()
         self.use.stop()
         return status
 
-    def _watch(self, there: Callable[[], bool]) -> None:
-        while not self._over.wait(0.05):
-            if there():
-                self.first_audio = time.perf_counter() - self.began
-                return
-
     def made(
-        self, status: int, execute: Callable[[str], Any] | None, logs: Sequence[Path]
+        self, status: int, execute: Callable[[str], Any] | None, store: ObjectStore, logs: Sequence[Path]
     ) -> tuple[Row, list[Commit]]:
         """What came of the command, which has ended, and the commits of its one job. `execute`: runs a statement on its
         ledger. Raises `RuntimeError` with the last words of one that made nothing."""
@@ -212,7 +200,9 @@ class Command:
         failed, repeated = (int(execute(text).fetchone()[0]) for text in (_FAILED, _REPEATED))
         row: Row = {"status": status, "failed": failed, "repeated_draws": repeated}
         row |= {"made_audio_s": sum(commit.audio_seconds for commit in commits)}
-        row |= {"first_audio_s": self.first_audio, "command_s": self.seconds}
+        stored = [one for one in store.list("jobs/") if one.key.split("/")[2] in ("audio", "codes")]
+        written = (one.modified_at for one in stored if one.modified_at is not None)
+        row |= {"first_audio_s": min(written) - self.began_at, "command_s": self.seconds}
         own = re.search(rb'"joules_per_audio_s":([\d.]+)', self._stdout.read_bytes())
         row |= {"own_joules_per_audio_s": float(own[1])} if own else {}
         said = [line for log in logs for line in start_lines(log)]
@@ -361,16 +351,16 @@ class JobBench:
         """Keeps a row, beside what the engine alone and one GPU do where that was measured."""
         rows = [*self.bench.rows, row]
         jobs = [one for one in rows if "job_audio_s_per_s" in one and not one["voices"]]
-        same = lambda one: (one["path"], one["size"], one["gpus"])  # noqa: E731
-        without = {same(one): one["job_audio_s_per_s"] for one in jobs if one["qa"] == "off"}
-        ones = {(*same(one)[:2], one["qa"]): one["job_audio_s_per_s"] for one in jobs if one["gpus"] == 1}
+        what = itemgetter("path", "size", "gpus", "qa")
+        rates = {what(one): one["job_audio_s_per_s"] for one in jobs}
         for one in jobs:
+            path, size, gpus, qa = what(one)
             rate = one["job_audio_s_per_s"]
-            if alone := self.engine_rates.get((one["size"], one["gpus"])):
+            if alone := self.engine_rates.get((size, gpus)):
                 one |= {"engine_audio_s_per_s": alone, "share": rate / alone}
-            if one["gpus"] > 1 and (single := ones.get((*same(one)[:2], one["qa"]))):
+            if gpus > 1 and (single := rates.get((path, size, 1, qa))):
                 one["times_one_gpu"] = rate / single
-            if one["qa"] != "off" and (off := without.get(same(one))):
+            if qa != "off" and (off := rates.get((path, size, gpus, "off"))):
                 one["share_of_off"] = rate / off
         self.bench.add(row)
 
@@ -412,13 +402,13 @@ class JobBench:
         """`nightjar run` with no other setting; its ledger is a SQLite file in the folder."""
         home, (job, worker) = folder / "out", given
         words = ["run", *job, "--out", str(home), *(worker if gpus > 1 else [])]
-        command = Command(folder, words, environment, lambda: any(home.glob("jobs/*/[ac]*/*/*-*.*")))
-        status, state = command.wait(self._limit), home / ".nightjar"
+        command = Command(folder, words, environment)
+        status, state, store = command.wait(self._limit), home / ".nightjar", open_store(home.as_uri())
         logs = [folder / "stderr", *sorted(state.glob("worker*.log"))]
         if not (state / "ledger.sqlite").is_file():
-            return command, *command.made(status, None, logs)
+            return command, *command.made(status, None, store, logs)
         with closing(sqlite3.connect(f"file:{state / 'ledger.sqlite'}?mode=ro", uri=True)) as connection:
-            return command, *command.made(status, connection.execute, logs)
+            return command, *command.made(status, connection.execute, store, logs)
 
     def _with_services(
         self, folder: Path, given: tuple[list[str], list[str]], gpus: int, environment: dict[str, str]
@@ -438,17 +428,16 @@ class JobBench:
         for words in (["db", "upgrade"], ["submit", *job]):
             whole = [sys.executable, "-P", "-m", "jobs", *words]
             subprocess.run(whole, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
-        there = lambda: any("/audio/" in entry.key for entry in store.list("jobs/"))  # noqa: E731
         with psycopg.connect(database, autocommit=True) as connection:
             execute = lambda text: connection.execute(text.encode())  # noqa: E731
-            command = Command(folder, ["worker", *worker], environment, there)
+            command = Command(folder, ["worker", *worker], environment)
             until = command.began + self._limit
             runs = lambda: command.process.poll() is None and not execute(_ENDED).fetchall()  # noqa: E731
             while time.perf_counter() < until and runs():
                 time.sleep(0.25)
             command.seconds = time.perf_counter() - command.began
             command.process.terminate()
-            return command, *command.made(command.wait(60.0), execute, [folder / "stderr"])
+            return command, *command.made(command.wait(60.0), execute, store, [folder / "stderr"])
 
     def _jobs(self, size: str, cloning: str, counts: Sequence[int]) -> None:
         options = self.options

@@ -17,7 +17,8 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 
@@ -81,10 +82,10 @@ def frame_floor(shape: Shape, rows: int, context: float, device: Device) -> floa
     return found + seconds(steps * depth + heads + rows * (seen - 1) * kept, flops)
 
 
-def frame_part(bench: Bench, name: str, shape: Shape, rows: int, context: int) -> None:
+def frame_part(bench: Bench, name: str, rows: int, context: int) -> None:
     """Whole frames of slots at contexts around this one; of the persistent kernels the predictor's alone, and the
     talker's too where it has one."""
-    maker = Maker(str(bench.device), torch.bfloat16)
+    maker, shape = Maker(str(bench.device), torch.bfloat16), PUBLISHED[name]
     weights, contexts = maker.frame(shape), maker.integers(context * 2 // 3, context * 4 // 3 + 1, rows)
     pages = rows * -(-(context * 4 // 3 + 64) // PAGE) + 1
     state, (k, v) = maker.state(shape, rows, pages, PAGE, contexts), maker.caches(shape, pages, PAGE)
@@ -127,9 +128,9 @@ def persistent(
     return found
 
 
-def prefill_part(bench: Bench, name: str, shape: Shape, positions: int, length: int) -> None:
+def prefill_part(bench: Bench, name: str, positions: int, length: int) -> None:
     """Prompts of one length that fill the positions, the last one cut off, each on pages of its own."""
-    maker, device = Maker(str(bench.device), bench.dtype), bench.device
+    maker, device, shape = Maker(str(bench.device), bench.dtype), bench.device, PUBLISHED[name]
     stack = maker.stack(shape.hidden, shape.inter, shape.layers, shape, length)
     counts, each = (
         [min(length, positions - begin) for begin in range(0, positions, length)],
@@ -158,21 +159,15 @@ def main() -> int:
         print("These kernels need a GPU; tests/parity runs them on a CPU in emulators.")
         return 0
 
-    def attempt(part: str, work: Callable[..., None], *given: object) -> None:
-        if part in options.parts:
+    works: dict[str, tuple[Callable[..., None], Any]] = {
+        "frame": (frame_part, product(options.sizes, options.rows, options.contexts)),
+        "prefill": (prefill_part, product(options.sizes, options.positions, options.prompts)),
+    }
+    for part, (work, sizes) in works.items():
+        for given in sizes if part in options.parts else ():
             signal.alarm(SECONDS)
-            named = " ".join([part, *(str(one) for one in given if not isinstance(one, Shape))])
-            bench.attempt(named, work, bench, *given)
+            bench.attempt(" ".join(map(str, (part, *given))), work, bench, *given)
             signal.alarm(0)
-
-    for name in options.sizes:
-        shape = PUBLISHED[name]
-        for rows in options.rows:
-            for context in options.contexts:
-                attempt("frame", frame_part, name, shape, rows, context)
-        for positions in options.positions:
-            for length in options.prompts:
-                attempt("prefill", prefill_part, name, shape, positions, length)
     return bench.end("part", "sizes", "rows", "context", "best_ms", "floor_ms", "ms", "us_per_position")
 
 

@@ -248,12 +248,9 @@ class Speaking:
         self.family, self.bench, self.pipeline = family, family.bench, pipeline
         self.options, self.engine, self.about = family.bench.options, engine, {"engine": engine, **about}
 
-    def measure(self, parts: set[str], *watched: Watched) -> None:
-        """Does the parts, and closes the pipeline."""
-        if "speech" in parts:
-            self.bench.attempt(f"{self.engine}: speech", self.speech, *watched)
-        if "streams" in parts:
-            self.bench.attempt(f"{self.engine}: streams", self.streams)
+    def measure(self, part: str, *watched: Watched) -> None:
+        """Does a part, and closes the pipeline."""
+        self.bench.attempt(f"{self.engine}: {part}", getattr(self, part), *watched)
         self.pipeline.close()
 
     def speech(self, watched: Watched | None = None) -> None:
@@ -365,24 +362,26 @@ def native(family: Spark | Fish, parts: set[str]) -> None:
         opened = Native(family, max(options.requests))
         for turns in options.turns:
             about = {"frames_per_turn": turns or opened.sizes.frames_per_turn, **opened.about}
-            Speaking(family, opened.pipeline(turns), "native", about).measure({"speech"}, opened.watched)
+            Speaking(family, opened.pipeline(turns), "native", about).measure("speech", opened.watched)
         del opened
         bench.clean()
     if "streams" in parts:
         slots = max(family.stream_slots if bench.on_gpu else 0, 2 * max(options.streams))
         ready = Native(family, slots, max(options.streams))
-        Speaking(family, ready.pipeline(), "native", ready.about).measure({"streams"})
+        Speaking(family, ready.pipeline(), "native", ready.about).measure("streams")
 
 
 def vllm(family: Spark | Fish, parts: set[str]) -> None:
-    """The parts on vLLM."""
+    """Whole speech on vLLM, which has no streams here."""
     from pipelines.vllm_engine.host import VllmHost
 
+    if "speech" not in parts:
+        return
     (spec, chosen), begin = family.spec(), time.perf_counter()
     slots = max(family.bench.options.requests)
     host = VllmHost(spec, replace(chosen, slots=slots, memory_share=family.memory_share))
     print(f"vLLM started in {time.perf_counter() - begin:.0f} s", flush=True)
-    Speaking(family, family.pipeline(host, family.stage()), "vllm", {}).measure(parts - {"streams"})
+    Speaking(family, family.pipeline(host, family.stage()), "vllm", {}).measure("speech")
 
 
 def both_engines(bench: Bench, folder: Path) -> None:

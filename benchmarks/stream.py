@@ -119,7 +119,7 @@ def plan_of(options: argparse.Namespace, url: str) -> Plan:
     voices = (card.get("capabilities") or {}).get("voices") if own else None
     voice, rate = next(iter(voices or ()), None), card.get("sample_rate", 24_000)
     sized, seconds = own and not options.text_lengths, tuple(options.seconds)
-    return Plan(url, card["id"], key, voice, rate, own, sized, seconds=seconds, fields=options.fields)
+    return Plan(url, card["id"], key, voice, rate, own, sized, seconds=seconds, fields=dict(options.fields))
 
 
 def measure(plan: Plan, pid: int | None, seeds: int = 1) -> Row:
@@ -419,24 +419,26 @@ class StreamBench(Result):
                 self._points(pid, load, "clients", self.options.clients, span, **about)
 
 
+def field(text: str) -> tuple[str, Any]:
+    """A further field of every request, of NAME=JSON such as `temperature=0.7`."""
+    name, _, value = text.partition("=")
+    return name, json.loads(value)
+
+
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("url", nargs="?", default="", help="address of a server of ours")
+    made.add_argument("--field", action="append", dest="fields", type=field, default=[], metavar="NAME=JSON")
     options = read(
         made, peer="", sizes=str, parts=["closed"], clients=[1, 8, 32, 64, 128],
         rates=[1.0, 10.0, 20.0, 50.0, 100.0], listeners=[384, 1000], seconds=[2.0, LONGEST_SECONDS], seeds=3,
-        warm_up=5.0, duration=15.0, requests=1088, texts="", field=str, short=False, text_lengths=False, minutes=60.0,
+        warm_up=5.0, duration=15.0, requests=1088, texts="", short=False, text_lengths=False, minutes=60.0,
         known={"parts": PARTS, "sizes": ("0b6", "1b7", "tiny")},
     )  # fmt: skip
     if options.tiny:
         options.sizes, options.device, options.seconds = ["tiny"], "cpu", [0.3, 0.6]
     if options.short:
         options.seeds, options.warm_up, options.duration = 1, 2.0, 6.0
-    try:
-        given = (one.partition("=") for one in options.field)
-        options.fields = {name: json.loads(text) for name, _, text in given}
-    except ValueError:
-        made.error("--field takes NAME=JSON, such as temperature=0.7")
     if options.requests < 1 or (options.texts and not Path(options.texts).is_file()):
         made.error("--requests takes 1 or more, --texts a file")
     url = options.peer or options.url
@@ -447,10 +449,7 @@ def main() -> int:
         try:
             plan = plan_of(options, url)
         except OSError as error:
-            print(
-                f"The server does not answer ({error}). Start it, or give another address.", file=sys.stderr
-            )
-            return 2
+            made.error(f"the server does not answer ({error}): start it, or give another address")
         bench.measure(plan, listener_of(url), options.parts)
     for size in options.sizes:
         bench.part(size, bench.measure_size, size)

@@ -58,6 +58,7 @@ def test_a_job_with_and_without_a_voice_that_costs_nothing(tmp_path: Path) -> No
     assert made == [("vector", 3, 0, 8), ("context", 3, 0, 8)]
     (job,) = run(tmp_path, "job", "--device", "cpu", "--instant", "1", "--items", "60")["rows"]
     assert (job["failed"], job["items"]) == (0, 60)
+    assert 0 < job["start_s"]["worker up"] < job["first_audio_s"] < job["command_s"]
 
 
 def test_streams(tmp_path: Path) -> None:
