@@ -34,6 +34,7 @@ from functools import lru_cache, partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -54,7 +55,7 @@ from pipelines.fish_speech import pipeline as fish_pipeline
 from pipelines.fish_speech.model import FishModel
 from pipelines.fish_speech.model import take_weights as take_fish
 from pipelines.options import TokenModelOptions
-from pipelines.request import Generation, Message, Pipeline, SynthesisRequest, stream, submit
+from pipelines.request import Done, Event, Failed, Generation, Message, Pipeline, SynthesisRequest, submit
 from pipelines.results import Receiver
 from pipelines.spark_tts import pipeline as spark_pipeline
 from pipelines.spark_tts.config import LLM
@@ -333,12 +334,20 @@ def first_chunks(pipeline: Pipeline, at_once: int, total: int, make: Make) -> li
     ended before it are left out. Raises the error of a stream that failed otherwise."""
 
     def first_ms(index: int) -> float | None:
-        asked, found, begin = make(index), None, time.perf_counter()
+        asked, ended, waits = make(index), SimpleQueue[Done | Failed](), list[float]()
+        begin = time.perf_counter()
+
+        def heard(event: Event) -> None:  # before a waiting thread has the interpreter
+            if isinstance(event, Done | Failed):
+                ended.put(event)
+            elif len(event.samples) and not waits:
+                waits.append(1000 * (time.perf_counter() - begin))
+
+        pipeline.start(asked, heard, stream=True)
         with silence_allowed():
-            for chunk in stream(pipeline, asked):
-                if found is None and len(chunk.samples):
-                    found = 1000 * (time.perf_counter() - begin)
-        return found
+            if isinstance(end := ended.get(), Failed):
+                raise end.error
+        return waits[0] if waits else None
 
     with ThreadPoolExecutor(at_once) as clients:
         return [ms for ms in clients.map(first_ms, range(total)) if ms is not None]
