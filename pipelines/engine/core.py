@@ -109,7 +109,8 @@ class EngineCore:
     @property
     def has_streams(self) -> bool:
         """Whether a stream is alive, which means running or waiting."""
-        return bool(self.scheduler.waiting_streams or self.scheduler.streams)
+        running = self.scheduler.running
+        return bool(self.scheduler.waiting_streams) or any(one.playback is not None for one in running)
 
     def check(self, request: GenerationRequest) -> None:
         """Raises `SynthesisError` (`synth.oom`) for a request that cannot run even alone. May be called on any

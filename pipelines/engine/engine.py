@@ -85,11 +85,15 @@ class Engine:
         """
         self.core.check(request)
         with self._wake:
-            inside = threading.current_thread() is self._thread or self._stage.is_current
-            if not (request.stream or inside):
-                self._places.wait_for(
-                    lambda: self.closing or self._waiting + self._arrived_whole < self._room
+            self._places.wait_for(
+                lambda: (
+                    request.stream
+                    or self.closing
+                    or self._waiting + self._arrived_whole < self._room
+                    or threading.current_thread() is self._thread
+                    or self._stage.is_current
                 )
+            )
             if self.closing:
                 raise engine_closed()
             self._arrived.append((request, receiver))
