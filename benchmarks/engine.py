@@ -25,7 +25,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -308,12 +308,6 @@ class ClosedLoop:
         self._feeder.join()
 
 
-def mean_context(lengths: Iterable[tuple[int, int]]) -> float:
-    """The context that a slot has on average over time, for utterances of (prompt positions, frames)."""
-    each = list(lengths)
-    return sum(made * (prompt + made / 2) for prompt, made in each) / sum(made for _, made in each)
-
-
 class Throughput:
     """One model and one decoder on one device, and the rows that they give."""
 
@@ -333,7 +327,9 @@ class Throughput:
         executor, options, opened = self.open(slots, load, reproducible)
         most = min(MAX_TOKENS, options.pages * PAGE_SIZE - 64 - more_text)
         pool = requests(self.model, load, max(4 * slots, 64), most)
-        context = mean_context((len(request.prompt), frames) for request, frames in pool)
+        # What a slot has on average over time.
+        positions = sum(frames * (len(request.prompt) + frames / 2) for request, frames in pool)
+        context = positions / sum(frames for _, frames in pool)
         decoder = self.fixed_decoder() if reproducible else self.decoder
         row: Row = {"size": self.size, "part": "all", "slots": slots, "precision": "exact"}
         row |= {"frames_per_turn": options.frames_per_turn, "admit_turns": options.admit_turns}

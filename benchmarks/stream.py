@@ -186,25 +186,19 @@ def listener_of(url: str) -> int | None:
     return next((one.pid for one in listening if one.pid), None)
 
 
-def engine_of(pid: int) -> psutil.Process:
-    """The engine of a server's process. Raises `RuntimeError` if it has none of its own."""
+def recovery(plan: Plan, pid: int) -> Row:
+    """The row of a load whose engine is killed once all clients have a request in it."""
     engines = [one for one in psutil.Process(pid).children() if "jobs.engine_process" in one.cmdline()]
     if not engines:
         raise RuntimeError("the server has no engine in a process of its own")
-    # A spare process is younger.
-    return min(engines, key=psutil.Process.create_time)
-
-
-def recovery(plan: Plan, pid: int) -> Row:
-    """The row of a load whose engine is killed once all clients have a request in it."""
-    engine, before = engine_of(pid), metric(plan, "speech_requests_retried_total")
+    before = metric(plan, "speech_requests_retried_total")
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run_clients, plan)
         while metric(plan, "speech_engine_batch_size") < plan.clients / 2 and not running.done():
             time.sleep(0.05)
         time.sleep(plan.warm_up)
         killed = time.monotonic()
-        engine.kill()
+        min(engines, key=psutil.Process.create_time).kill()  # a spare process is younger
         time.sleep(LATE_SECONDS)
         while fetch(plan.url, "/health")[0] != 200 and not running.done():
             time.sleep(0.02)
