@@ -109,8 +109,11 @@ class EngineCore:
     @property
     def has_streams(self) -> bool:
         """Whether a stream is alive, which means running or waiting."""
-        running = self.scheduler.running
-        return bool(self.scheduler.waiting_streams) or any(one.playback is not None for one in running)
+        scheduler = self.scheduler
+        # In every turn, and a list is faster than `any`.
+        return bool(
+            scheduler.waiting_streams or [one for one in scheduler.running if one.playback is not None]
+        )
 
     def check(self, request: GenerationRequest) -> None:
         """Raises `SynthesisError` (`synth.oom`) for a request that cannot run even alone. May be called on any
