@@ -97,7 +97,7 @@ soak: install-dev
 chaos: soak
 
 bench: install-dev
-	$(BIN)/python -m tests.support.services $(BIN)/python -m benchmarks.cpu jobs --json benchmarks/results/cpu.json
+	$(BIN)/python -m tests.support.services $(BIN)/python -m benchmarks.cpu filters --json benchmarks/results/filters.json
 
 # Compiles the CUDA kernels where nvcc or nvrtc is there, and says so where the wheel has their sources only.
 wheel: install-dev

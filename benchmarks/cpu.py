@@ -149,10 +149,14 @@ def complete(url: str, rows: Iterable[str], changes: str = "") -> None:
             "UPDATE items SET state = 1, attempts = 1",
             "UPDATE shards SET state = 'done', n_done = n_items",
             f"UPDATE jobs SET state = 'completed', finished_at = 1{changes}",
-            "ANALYZE",
         ):
             with ledger.engine.begin() as connection:
                 connection.execute(sa.text(statement.replace(":", "\\:")))
+        # PostgreSQL would else read the rows of before too.
+        with ledger.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.exec_driver_sql(
+                "VACUUM ANALYZE" if ledger.engine.dialect.name == "postgresql" else "ANALYZE"
+            )
 
 
 def status_ms(url: str, job: str) -> float:

@@ -374,6 +374,8 @@ class StreamBench(Result):
             if part in points:
                 about = {"harness": "neutral"} if part == "neutral" else {}
                 self._points(pid, *points[part], **about)
+            elif part == "recovery" and pid is None:
+                self.left_out.append(part)  # the server is not on this machine
             elif part == "recovery" and pid is not None:
                 clients, span = min(RECOVERY_CLIENTS, max(options.clients)), 4 * options.duration
                 load = replace(plan, clients=clients, warm_up=options.warm_up, duration=span)

@@ -363,8 +363,12 @@ class NativeModelOptions(ModelOptions):
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         # PyTorch's allocator would else keep what the meters' processes need.
-        limit = DEFAULT_SHARE * free / total if share is None else share
-        torch.cuda.set_per_process_memory_fraction(max(limit - LIBRARY_BYTES / total, 0.0), device.index)
+        limit = (
+            (torch.cuda.memory_reserved(device) + DEFAULT_SHARE * free) / total if share is None else share
+        )
+        if share is not None or self.slots is None:
+            limit = max(limit - LIBRARY_BYTES / total, 0.0)
+            torch.cuda.set_per_process_memory_fraction(limit, device.index)
         try:
             plan = planned(free)
         except ConfigError as error:

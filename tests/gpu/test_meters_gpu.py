@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,6 +26,13 @@ from worker.quality.process import MeterPool, MeterTask
 pytestmark = pytest.mark.gpu
 ALIGNER = Path(__file__).parents[1] / "support" / "aligner"
 TEXT = "These days a chicken leg is a rare dish."
+
+
+@pytest.fixture(autouse=True)
+def _memory_of_a_process() -> Iterator[None]:
+    """Other tests of this process have all of the memory again."""
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def utterances(count: int) -> list[Utterance]:

@@ -16,6 +16,7 @@ from pipelines.audio import FRAME_SECONDS, frame_powers
 from pipelines.request import Word
 from pipelines.words import are_spaced, words_of
 from worker.quality.meters import (
+    NO_ROOM,
     SAMPLE_RATE,
     Reading,
     Readings,
@@ -31,7 +32,7 @@ WINDOW_SECONDS, CONTEXT_SECONDS = 20, 1
 #: Seconds that are read at once, shorter pieces with the silence that fills them.
 BATCH_SECONDS = 40
 #: Samples of which the length of a batch is a multiple on a GPU, which chooses its kernels anew, in 80 ms, for
-#: each shape.
+#: each shape. Models that read spectra, not samples, read any length.
 GPU_STEP = 2 * SAMPLE_RATE
 #: Strides of CTC models are multiples of this many samples, 5 ms.
 _STRIDE_UNIT = 80
@@ -69,12 +70,17 @@ class CtcMeter:
             kind = torch.float32 if place == "cpu" else torch.float16
             self._torch, self._model = torch, network.eval().to(place, kind)
         except Exception as error:
+            if NO_ROOM in str(error):
+                raise
             raise unusable("asr" if hears else ALIGNER, model, error) from error
         self._language, self._hears = language, hears
         #: Whether the model can leave out the silence after a shorter piece.
         self._masks = self._features.return_attention_mask and not getattr(
             network.config, "add_adapter", False
         )
+        reads_samples = self._features.model_input_names[0] == "input_values"
+        #: Samples of which the length of a batch is a multiple.
+        self._step = GPU_STEP if place != "cpu" and self._masks and reads_samples else 1
         self._vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         self._blank = int(network.config.pad_token_id)
 
@@ -107,11 +113,13 @@ class CtcMeter:
         pieces.sort(key=lambda piece: -len(piece[1]))
         found, samples = [list[NDArray[np.float32]]() for _ in audios], 0
         while pieces:
-            at_once = BATCH_SECONDS * SAMPLE_RATE // len(pieces[0][1]) if self._masks else 1
+            longest = -(-len(pieces[0][1]) // self._step) * self._step
+            at_once = BATCH_SECONDS * SAMPLE_RATE // longest if self._masks else 1
             owners, batch = zip(*pieces[:at_once], strict=True)
             del pieces[:at_once]
             read = self._read(batch)
-            samples = _STRIDE_UNIT * round(len(batch[0]) / len(read[0]) / _STRIDE_UNIT)
+            # The longest piece of all says it most exactly.
+            samples = samples or _STRIDE_UNIT * round(len(batch[0]) / len(read[0]) / _STRIDE_UNIT)
             for owner, piece, log_probs in zip(owners, batch, read, strict=True):
                 is_window = len(piece) == window + 2 * context
                 kept = log_probs[context // samples :][: window // samples] if is_window else log_probs
@@ -123,16 +131,15 @@ class CtcMeter:
 
     def _read(self, pieces: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
         """Log probabilities [frames, tokens] of each piece [samples]."""
-        half = self._model.dtype == self._torch.float16
+        steps = {"pad_to_multiple_of": self._step} if self._step > 1 else {}
         given = self._features(
-            list(pieces), sampling_rate=SAMPLE_RATE, padding=True, return_tensors="pt",
-            pad_to_multiple_of=GPU_STEP if half and self._masks else None,
-        )  # fmt: skip
+            list(pieces), sampling_rate=SAMPLE_RATE, padding=True, return_tensors="pt", **steps
+        )
         mask = given.get("attention_mask")
         with self._torch.inference_mode():
             moved = given.to(self._model.device, self._model.dtype)
             found = self._model(**moved).logits.float().log_softmax(-1).cpu().numpy()
-        if half and not np.isfinite(found).all():
+        if self._model.dtype == self._torch.float16 and not np.isfinite(found).all():
             # The numbers of this model are too large for float16.
             self._model.float()
             return self._read(pieces)

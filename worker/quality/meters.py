@@ -8,11 +8,12 @@ import re
 import sys
 import types
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import distribution, entry_points
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -30,8 +31,10 @@ log = structlog.get_logger(__name__)
 
 #: Sample rate of all built-in meters.
 SAMPLE_RATE = 16_000
-#: Memory of a GPU for each process of meters, besides CUDA's own: what it allocates.
-GPU_BYTES = 7 << 28
+#: Memory of a GPU that a process of meters allocates at most, besides CUDA's own, and what must be free.
+GPU_BYTES, GPU_ROOM = 3 << 30, 7 << 28
+#: In the error of a GPU without room.
+NO_ROOM = "out of memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +89,15 @@ class Meter(Protocol):
 
 
 def torch_device(device: str, threads: int) -> str:
-    """The device of a meter that runs in torch: `auto` is the GPU if it has `GPU_BYTES` free, else the CPU. A process of
-    meters uses at most so much of a GPU, beside the engine."""
+    """The device of a meter that runs in torch: `auto` is the GPU if there is one. A process of meters allocates at most
+    `GPU_BYTES` of it. Raises `MemoryError` if less than `GPU_ROOM` of it is free."""
     import torch
 
     torch.set_num_threads(threads)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cuda" and (free := torch.cuda.mem_get_info()[0]) < GPU_BYTES:
-            log.warning(
-                "a meter runs on the CPU, the GPU has no room", free_bytes=free, needed_bytes=GPU_BYTES
-            )
-            device = "cpu"
+        if device == "cuda" and torch.cuda.mem_get_info()[0] < GPU_ROOM:
+            raise MemoryError(NO_ROOM)
     if device != "cpu":
         try:
             # `cuda` alone has no number.
@@ -278,12 +278,6 @@ def _path(meter: str, model: str) -> Path:
 
 
 def unusable(meter: str, model: str, error: object) -> ModelError:
-    if "out of memory" in str(error):
-        return ModelError(
-            ErrorCode.MODEL_UNREACHABLE,
-            f"The GPU has no room for the meter {meter}.",
-            f"Lower SPEECH_ENGINE__MEMORY_SHARE, or set `--qa-set meters.{meter}.device=cpu`.",
-        )
     other = "" if meter == ALIGNER else "the folder or the name of a faster-whisper model, or "
     return ModelError(
         ErrorCode.MODEL_BAD_CHECKPOINT,
@@ -356,18 +350,22 @@ class DistillMosMeter:
         return self.measure_batch([utterance])[0]
 
     def measure_batch(self, utterances: Sequence[Utterance]) -> Sequence[Readings]:
-        pieces = [self._segments(one.resampled()) for one in utterances]
-        segments = self._torch.from_numpy(np.concatenate(pieces)).split(self.AT_ONCE)
-        with self._torch.inference_mode():
-            scores = self._torch.cat([self._model(some.to(self._device)) for some in segments]).cpu()
-        return [{"distillmos": (own.mean().item(), "")} for own in scores.split([len(own) for own in pieces])]
+        counts = list[int]()
 
-    def _segments(self, audio: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The segments [segments, samples] of an audio [samples], the last one padded with zeros."""
-        beyond = max(0, len(audio) - self.SEGMENT)
-        audio = np.pad(audio, (0, self.SEGMENT + beyond - len(audio)))
-        starts = (np.linspace(0, 1, -(-beyond // self.HOP) + 1) * beyond).astype(int)
-        return np.stack([audio[at : at + self.SEGMENT] for at in starts])
+        def segments() -> Iterator[NDArray[np.float32]]:
+            for audio in (one.resampled() for one in utterances):
+                beyond = max(0, len(audio) - self.SEGMENT)
+                padded = np.pad(audio, (0, self.SEGMENT + beyond - len(audio)))
+                starts = (np.linspace(0, 1, -(-beyond // self.HOP) + 1) * beyond).astype(int)
+                counts.append(len(starts))
+                yield from (padded[at : at + self.SEGMENT] for at in starts)
+
+        left, scores = segments(), list[Any]()
+        with self._torch.inference_mode():
+            while some := [*islice(left, self.AT_ONCE)]:
+                scores.append(self._model(self._torch.from_numpy(np.stack(some)).to(self._device)))
+        found = self._torch.cat(scores).cpu().split(counts)
+        return [{"distillmos": (own.mean().item(), "")} for own in found]
 
 
 class DnsMosMeter:
@@ -449,10 +447,13 @@ BUILT_IN: dict[str, Callable[..., Meter]] = {
 def open_meter(name: str, options: Mapping[str, Option]) -> Meter:
     """Opens the meter with this name and these options.
 
+    Without an option `device`, a meter for which the GPU has no room runs on the CPU.
+
     Raises `ModelError`: `model.unknown` for an unknown name, `config.missing_library` for missing libraries,
     `model.bad_checkpoint` for invalid weights or options, `model.unreachable` for weights that cannot be downloaded
     now.
     """
+    factory: Callable[..., Meter] | None = None
     try:
         factory = BUILT_IN.get(name)
         if factory is None:
@@ -467,6 +468,17 @@ def open_meter(name: str, options: Mapping[str, Option]) -> Meter:
         return factory(**options)
     except ImportError as error:
         raise _missing_library(name, error) from error
+    except (MemoryError, RuntimeError) as error:
+        if NO_ROOM not in str(error) or factory is None:
+            raise
+        if options.get("device", "auto") == "auto":
+            log.warning("a meter runs on the CPU, the GPU has no room", meter=name)
+            return factory(**{**options, "device": "cpu"})
+        raise ModelError(
+            ErrorCode.MODEL_BAD_CHECKPOINT,
+            f"The GPU has no room for the meter {name}.",
+            "Leave `device` out, or lower SPEECH_ENGINE__MEMORY_SHARE.",
+        ) from error
     except TypeError as error:
         raise ModelError(
             ErrorCode.MODEL_BAD_CHECKPOINT,

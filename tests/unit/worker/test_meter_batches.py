@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from benchmarks.checkpoint import write_ctc
 from jobs.checks import Bound, Option
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.hibari.pipeline import HibariPipeline
 from pipelines.request import Message, SynthesisRequest, submit
+from tests.support.fake_gpus import FakeGpus
 from worker.quality.aligner import CtcMeter
 from worker.quality.meters import (
     SAMPLE_RATE,
@@ -25,7 +29,6 @@ from worker.quality.meters import (
     SileroMeter,
     Utterance,
     open_meter,
-    unusable,
 )
 from worker.quality.process import BATCH, MeterError, MeterHangError, MeterPool, MeterProcess, MeterTask
 
@@ -81,12 +84,39 @@ def test_a_draw_alone_gets_what_it_gets_in_a_batch(
                 assert (detail, *more) == (*alone[score][1:],)
 
 
-def test_a_gpu_without_room_is_an_outage_and_no_wrong_model() -> None:
+@pytest.mark.parametrize("name", ["align", "distillmos", "speaker"])
+def test_a_meter_for_which_a_gpu_has_no_room_runs_on_the_cpu(
+    spoken: list[Utterance], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Items would else fail, all of them."""
-    error = unusable("align", "folder", RuntimeError("CUDA error: out of memory"))
-    assert error.code is ErrorCode.MODEL_UNREACHABLE
-    assert "meters.align.device=cpu" in error.advice
-    assert unusable("align", "folder", "no config.json").code is ErrorCode.MODEL_BAD_CHECKPOINT
+    if find_spec({"speaker": "resemblyzer"}.get(name, "torch" if name == "align" else name)) is None:
+        pytest.skip(f"the meter {name} is not installed")
+    gpu = FakeGpus(count=1)
+    gpu.install(monkeypatch)
+    gpu.free_gib = 1.7
+    options: dict[str, Option] = {"model": str(ALIGNER)} if name == "align" else {}
+    one = replace(spoken[1], reference=None)
+    wanted = open_meter(name, {**options, "device": "cpu"}).measure(one)
+    assert open_meter(name, options).measure(one) == wanted
+    with pytest.raises(ModelError, match=r"cannot be used|no room"):
+        open_meter(name, {**options, "device": "cuda:7"})
+
+
+def test_the_frames_of_a_model_are_as_long_in_a_batch_as_alone(
+    spoken: list[Utterance], tmp_path: Path
+) -> None:
+    """Of a model whose frames are too long for a short draw to say how long they are."""
+    write_ctc(tmp_path / "ctc", tiny=True)
+    config = tmp_path / "ctc" / "config.json"
+    values = json.loads(config.read_text())
+    torch.manual_seed(0)
+    sizes = transformers.Wav2Vec2Config(**values | {"add_adapter": True})
+    transformers.Wav2Vec2ForCTC(sizes).save_pretrained(tmp_path / "ctc")
+    meter = open_meter("align", {"model": str(tmp_path / "ctc"), "device": "cpu"})
+    long = replace(spoken[2], samples=np.resize(spoken[2].samples, 10 * spoken[2].sample_rate))
+    short = replace(spoken[1], samples=spoken[1].samples[: spoken[1].sample_rate])
+    found, _ = meter.measure_batch([long, short])  # type: ignore[attr-defined]
+    assert found["align"].words == meter.measure(long)["align"].words  # type: ignore[union-attr]
 
 
 def test_distillmos_scores_speech_as_its_package_does(spoken: list[Utterance]) -> None:
