@@ -280,6 +280,15 @@ class FolderDestination(Destination):
                         found[str(path.relative_to(self._folder))] = status.st_size
         return found
 
+    def lost(self, files: Iterable[WrittenFile]) -> str | None:
+        # The store's list would hold all names of a folder in memory.
+        for file in files:
+            with suppress(OSError):
+                if self._folder.joinpath(*split_key(file.name)).lstat().st_size == file.bytes:
+                    continue
+            return file.name
+        return None
+
     def publish(self, name: str, path: Path, sha256: str) -> None:
         with self._at(name) as target:
             target.parent.mkdir(parents=True, exist_ok=True)
