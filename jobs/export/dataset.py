@@ -85,16 +85,16 @@ class PartFiles:
     def __post_init__(self) -> None:
         #: Number of files, and of published lists of small ones.
         self._made = self._lists = 0
-        #: Name -> number in the scratch folder, for the small files that are not published; name -> file, for the
+        #: Name -> path in the scratch folder, for the small files that are not published; name -> file, for the
         #: open ones.
-        self._added: dict[str, int] = {}
-        self._open: dict[str, tuple[int, BufferedWriter[FileIO]]] = {}
+        self._added: dict[str, str] = {}
+        self._open: dict[str, BufferedWriter[FileIO]] = {}
 
     def __enter__(self) -> PartFiles:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        for _, file in self._open.values():
+        for file in self._open.values():
             # Not flushed: unpublished files are not needed, and a full disk would raise again.
             file.raw.close()
         if isinstance(error, OSError):
@@ -112,23 +112,22 @@ class PartFiles:
     def open(self, name: str) -> IO[bytes]:
         """Opens a new file; its name is relative to the destination. Raises `OSError`, also when the file is
         written."""
-        file = BufferedWriter(FileIO(self._path(self._made), "w"), _BUFFER_BYTES)
-        self._open[name] = self._made, file
-        self._made += 1
+        file = self._open[name] = BufferedWriter(FileIO(self._new_path(), "w"), _BUFFER_BYTES)
         return file
 
     def add(self, name: str, data: bytes) -> None:
         """Writes a small file and closes it: a part can have more files than a process can open. Many of them are
         published, so that their names need little memory. Raises `OSError`."""
-        self._path(self._made).write_bytes(data)
-        self._added[name] = self._made
-        self._made += 1
+        path = self._added[name] = self._new_path()
+        with open(path, "wb") as file:
+            file.write(data)
         if len(self._added) == BATCH_FILES:
             self._lists += 1
             self._publish(f"{self.record}-{self._lists}.json", self._added)
 
-    def _path(self, number: int) -> Path:
-        return self.destination.scratch / f"{number:06d}"
+    def _new_path(self) -> str:
+        self._made += 1
+        return f"{self.destination.scratch}/{self._made:06d}"
 
     def gzip(self, name: str) -> GzipFile:
         """Opens a new gzip file; equal content gives equal bytes."""
@@ -140,15 +139,15 @@ class PartFiles:
 
     def publish(self) -> None:
         """Publishes all files. Raises `OSError` and the errors of `Destination.publish`."""
-        for _, file in self._open.values():
+        for file in self._open.values():
             file.flush()
             os.fsync(file.fileno())
             file.close()
         self._publish(
-            f"{self.record}.json", self._added | {name: number for name, (number, _) in self._open.items()}
+            f"{self.record}.json", self._added | {name: file.name for name, file in self._open.items()}
         )
 
-    def _publish(self, record: str, numbers: Mapping[str, int]) -> None:
+    def _publish(self, record: str, paths: Mapping[str, str]) -> None:
         """Syncs the small files to the disk, writes a list of files, and moves these to the destination."""
         if self._added:
             # One call for all of them.
@@ -157,8 +156,9 @@ class PartFiles:
                 sync_file_system(folder)
             finally:
                 os.close(folder)
-        paths = {name: self._path(number) for name, number in numbers.items()}
-        written = [WrittenFile(name, path.stat().st_size, file_sha256(path)) for name, path in paths.items()]
+        written = [
+            WrittenFile(name, os.stat(path).st_size, file_sha256(path)) for name, path in paths.items()
+        ]
         self.destination.write_record(record, written)
         for file in written:
             self.destination.publish(file.name, paths[file.name], file.sha256)
@@ -192,9 +192,9 @@ class Destination:
                 return file.name
         return None
 
-    def publish(self, name: str, path: Path, sha256: str) -> None:
+    def publish(self, name: str, path: str, sha256: str) -> None:
         """Moves a finished local file to the destination."""
-        with path.open("rb") as file:
+        with open(path, "rb") as file:
             result = self.store.put(name, file)
         if not result.created and result.sha256 != sha256:
             raise StoreError(
@@ -202,7 +202,7 @@ class Destination:
                 f"{self.store.uri(name)} exists with other content.",
                 "Export to an empty prefix.",
             )
-        path.unlink()
+        os.unlink(path)
 
     def remove(self, name: str) -> None:
         """Removes a file if it exists."""
@@ -210,10 +210,10 @@ class Destination:
 
     def write_record(self, name: str, value: object, files: Iterable[bytes] = ()) -> None:
         """Writes a JSON file. `files`: the elements of its list `files`, which is empty in `value`."""
-        path = self.scratch / RECORD
+        path = f"{self.scratch}/{RECORD}"
         before, found, after = json_bytes(value).partition(b'"files": []')
         with path_errors(path):
-            with path.open("wb") as file:
+            with open(path, "wb") as file:
                 file.write(before)
                 separator = b'"files": [\n  '
                 for one in files:
@@ -272,41 +272,43 @@ class FolderDestination(Destination):
         found: dict[str, int] = {}
         with path_errors(self._folder):
             for folder, folders, files in os.walk(self._folder / below, onerror=_raise):
-                for path in [Path(folder, name) for name in (*files, *folders)]:
-                    status = path.lstat()
-                    if path == self.scratch:
-                        folders.remove(path.name)
+                for name in (*files, *folders):
+                    path = f"{folder}/{name}"
+                    status = os.lstat(path)
+                    if path == str(self.scratch):
+                        folders.remove(name)
                     elif not stat.S_ISDIR(status.st_mode):
-                        found[str(path.relative_to(self._folder))] = status.st_size
+                        found[os.path.relpath(path, self._folder)] = status.st_size
         return found
 
     def lost(self, files: Iterable[WrittenFile]) -> str | None:
         # The store's list would hold all names of a folder in memory.
         for file in files:
             with suppress(OSError):
-                if self._folder.joinpath(*split_key(file.name)).lstat().st_size == file.bytes:
+                if os.lstat(self.store.uri(file.name)).st_size == file.bytes:
                     continue
             return file.name
         return None
 
-    def publish(self, name: str, path: Path, sha256: str) -> None:
+    def publish(self, name: str, path: str, sha256: str) -> None:
         with self._at(name) as target:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.chmod(0o644)
-            path.replace(target)
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            os.chmod(path, 0o644)
+            os.replace(path, target)
 
     def remove(self, name: str) -> None:
-        with self._at(name) as path:
-            path.unlink(missing_ok=True)
+        with self._at(name) as path, suppress(FileNotFoundError):
+            os.unlink(path)
         with suppress(OSError):
             # Empty folders are removed too; the folder of the records is not empty.
-            os.removedirs(path.parent)
+            os.removedirs(os.path.dirname(path))
 
     @contextmanager
-    def _at(self, name: str) -> Generator[Path]:
+    def _at(self, name: str) -> Generator[str]:
         """The path of a file. Raises `store.bad_key` for a name outside the folder, which a record could
         contain."""
-        path = self._folder.joinpath(*split_key(name))
+        # Of each name in a `Path`, Python 3.12 keeps a copy until the process ends.
+        path = self.store.uri(name)
         with path_errors(path):
             yield path
 

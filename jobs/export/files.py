@@ -64,7 +64,7 @@ def output(
 
 
 @contextmanager
-def path_errors(path: Path) -> Generator[None]:
+def path_errors(path: Path | str) -> Generator[None]:
     """Raises `OSError` as `store.full`, or as `config.invalid` for a file that cannot be written."""
     try:
         yield
@@ -128,9 +128,9 @@ def own_output(to: str, job_id: str, replaces: Collection[str]) -> AbstractConte
     return output(to, may_replace)
 
 
-def file_sha256(path: Path) -> str:
+def file_sha256(path: Path | str) -> str:
     """Hex SHA-256 of a local file. Raises `OSError`."""
-    with path.open("rb") as file:
+    with open(path, "rb") as file:
         return sha256_of(file)
 
 

@@ -152,7 +152,7 @@ class FolderStore(ObjectStore):
 
     def uri(self, key: str) -> str:
         """The absolute path of the object's file."""
-        return str(self._root.joinpath(*split_key(key)))
+        return os.path.join(self._root, *split_key(key))
 
     def _opened_top(self) -> Handle:
         """The open root folder. All operations are relative to the folder whose identity was checked, even if

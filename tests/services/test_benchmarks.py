@@ -96,9 +96,9 @@ def test_what_a_processor_does(tmp_path: Path) -> None:
     found = run(tmp_path, "cpu", "filters", "--items", "3000")
     kept = [one["aim"] for one in found["figures"] if "all pages" in one["name"]]
     assert (found["faults"], kept) == ({}, ["28 items", "24 items"])
-    some = ("--items", "40", "--formats", "manifest", "interleaved", "ctm")
+    some = ("--items", "40", "--formats", "manifest", "interleaved", "ctm", "shar dialogues")
     names = [one["name"] for one in run(tmp_path, "cpu", "exports", *some)["figures"]]
-    kinds = ("manifest", "manifest, unique", "manifest", "interleaved", "ctm")
+    kinds = ("manifest", "shar, dialogues", "manifest, unique", "manifest", "interleaved", "ctm")
     assert [name.removeprefix("memory of ").rpartition(", ")[0] for name in names[::2]] == [*kinds]
 
 

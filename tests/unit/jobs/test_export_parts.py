@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import random
+import sys
 import tarfile
 from collections import Counter
 from functools import partial
@@ -180,7 +181,7 @@ def test_a_bucket_takes_nothing_foreign_for_an_exports_file(tmp_path: Path) -> N
     def publish(content: bytes) -> None:
         path = tmp_path / "file"
         path.write_bytes(content)
-        destination.publish("train/a.jsonl", path, hashlib.sha256(content).hexdigest())
+        destination.publish("train/a.jsonl", str(path), hashlib.sha256(content).hexdigest())
 
     publish(b"ours")
     publish(b"ours")
@@ -239,6 +240,22 @@ def test_small_files_are_published_before_their_part_ends(tmp_path: Path) -> Non
     assert len(files) == BATCH_FILES + 3
     assert (to / "export.json").read_bytes() == json_bytes(Finished(identity, {"train": 1}, 0, files))
     assert [path.name for path in to.iterdir() if path.name != "train"] == ["export.json"]
+
+
+def test_no_name_of_a_file_is_kept_until_the_process_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Python 3.12 never frees an interned text, and a path of pathlib interns its parts.
+    interned, intern = set[str](), sys.intern
+    monkeypatch.setattr(sys, "intern", lambda text: interned.add(text) or intern(text))
+    with open_destination(str(tmp_path / "to"), None) as there:
+        dataset = Dataset(there, Identity("job", "textgrid", 1, "digest", (), 0, ""), AudioNames((), None))
+        dataset.begin()
+        dataset.add("train-00000", write_small_files)
+        dataset.finish({"train": 1}, LeftOut())
+        assert there.store.uri("train/small/000007.txt") == str(tmp_path / "to/train/small") + "/000007.txt"
+    assert "scratch" in interned
+    assert [name for name in interned if name.startswith("0")] == []
 
 
 def test_a_lost_or_changed_file_is_found_at_the_end(tmp_path: Path) -> None:
