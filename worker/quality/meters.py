@@ -22,6 +22,7 @@ import structlog
 from numpy.typing import NDArray
 
 from jobs.checks import ALIGNER, ENTRY_POINT_GROUP, METERS, Bound, Option, known_meters
+from pipelines.audio import longest_pause
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.languages import language_code
 from pipelines.request import Word
@@ -315,12 +316,6 @@ class SileroMeter:
             "silence": (1.0 - float(speech.mean()), "silero"),
             "pause": (longest_pause(speech) * chunk / SAMPLE_RATE, "silero"),
         }
-
-
-def longest_pause(active: NDArray[np.bool_]) -> int:
-    """Length in frames of the longest silence between two sounds. `active`: bool [frames], whether a frame has sound."""
-    places = np.flatnonzero(active)
-    return int(np.diff(places).max()) - 1 if len(places) > 1 else 0
 
 
 class DistillMosMeter:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jobs.checks import OF_ENGINES, Bound, Quality, code_of
 from jobs.ledger.records import Draw, Score
-from pipelines.audio import FRAME_SECONDS, activity, frame_powers
+from pipelines.audio import FRAME_SECONDS, activity, frame_powers, peak
 from pipelines.engine.runaway import repeated_seconds
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import Generation, Speech
@@ -86,12 +86,12 @@ def check_speech(speech: Speech) -> None:
         if speech.sample_count:
             return
         raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The engine returned no samples.")
-    peak = max(float(samples.max()), -float(samples.min()))
-    if not math.isfinite(peak):
+    highest = peak(samples)
+    if not math.isfinite(highest):
         raise SynthesisError(ErrorCode.SYNTH_NAN, "The audio contains values that are not finite numbers.")
-    if peak < SILENT_PEAK:
+    if highest < SILENT_PEAK:
         raise SynthesisError(
-            ErrorCode.SYNTH_SILENT, f"The audio is silent: its peak is {peak:.2g} of full scale."
+            ErrorCode.SYNTH_SILENT, f"The audio is silent: its peak is {highest:.2g} of full scale."
         )
 
 
@@ -164,17 +164,17 @@ def clipped_share(samples: NDArray[np.float32]) -> float:
     A flat top indicates clipping even if the gain was changed afterwards. A pure tone has no three equal consecutive
     samples.
     """
-    magnitude = np.abs(samples)
-    peak = magnitude.max()
-    if np.count_nonzero(magnitude == peak) < 3:
+    equal = samples[1:] == samples[:-1]
+    flat = equal[1:] & equal[:-1]
+    # Most speech ends here, after one pass over its samples.
+    if not flat.any():
         return 0.0
-    near = np.flatnonzero(magnitude >= peak * _NEAR_PEAK)
-    row = (
-        (near[2:] - near[:-2] == 2)
-        & (samples[near[2:]] == samples[near[:-2]])
-        & (samples[near[1:-1]] == samples[near[:-2]])
-    )
-    return float(np.count_nonzero(row)) / len(samples)
+    magnitude = np.abs(samples)
+    highest = magnitude.max()
+    if np.count_nonzero(magnitude == highest) < 3:
+        return 0.0
+    flat &= magnitude[1:-1] >= highest * _NEAR_PEAK
+    return float(np.count_nonzero(flat)) / len(samples)
 
 
 def judged(

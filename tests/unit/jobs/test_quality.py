@@ -28,14 +28,14 @@ from jobs.checks import (
 from jobs.job_options import job_of
 from jobs.ledger.records import JobSpec, Score
 from jobs.spec import frozen_spec, spec_sha
-from pipelines.audio import activity, frame_powers, trim_silence
+from pipelines.audio import activity, frame_powers, longest_pause, trim_silence
 from pipelines.duration import Pace, is_prose, text_units
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.hibari import describe as describe_hibari
 from pipelines.request import Generation, Meta, Speech, Word
 from tests.support.fakes import sine
 from tests.support.quality_kit import RATE, speechlike
-from worker.quality.meters import BUILT_IN, Utterance, longest_pause, open_meter
+from worker.quality.meters import BUILT_IN, Utterance, open_meter
 from worker.quality.verdict import (
     CheckedDraw,
     History,
@@ -78,6 +78,29 @@ class TestGates:
         assert failed(scores_of(clipped.astype(np.float32))) == {"clipped"}
         assert clipped_share(speechlike()) == 0
 
+    def test_the_share_of_flat_tops_counts_the_middles_of_three_equal_samples_near_the_peak(self) -> None:
+        draw = np.random.default_rng(5)
+        noise = draw.normal(0, 1, 3000)
+        steps = np.round(noise[:600] * 4) / 4
+        held = np.repeat(noise[:400], 4)
+        spoken = speechlike(0.2)
+        # A peak of two samples, just above the flat tops.
+        rare = np.concatenate([np.clip(spoken, -0.1, 0.1), [0.101, 0.101]])
+        for samples in (
+            *(np.clip(noise, -1, 1), np.clip(noise, -0.99, 1), np.clip(noise, -0.9, 1), np.sign(noise)),
+            *(steps, held, spoken, rare, noise[:1], held[:2], held[:3], np.ones(3)),
+        ):
+            wave = samples.astype(np.float32)
+            levels = np.abs(wave)
+            middles = sum(
+                wave[at] == wave[at - 1] == wave[at + 1] and levels[at] >= levels.max() * np.float32(0.98)
+                for at in range(1, len(wave) - 1)
+            )
+            share = clipped_share(wave)
+            assert share == (middles / len(wave) if (levels == levels.max()).sum() >= 3 else 0)
+            # The ledger accepts no number of NumPy.
+            assert type(share) is float
+
     def test_silence_pauses_level_and_a_missing_end(self) -> None:
         speech, silence = speechlike(2.0), np.zeros(4 * RATE, np.float32)
         assert failed(scores_of(np.concatenate([speech, silence, silence]))) == {"silence"}
@@ -87,9 +110,12 @@ class TestGates:
         assert failed(scores_of(speech, finish="stop")) == set()
 
     def test_the_quick_count_of_frames_is_that_of_the_detector(self) -> None:
-        speech = np.concatenate(
-            [np.zeros(3000, np.float32), speechlike(1.0), np.zeros(9000, np.float32), speechlike(0.7, 3)]
+        # The faint parts are silent only beside speech as loud as this.
+        loud, faint = (
+            (4 * speechlike(seconds, seed) for seconds, seed in ((1.0, 0), (0.7, 3))),
+            np.float32(0.002),
         )
+        speech = np.concatenate([np.full(3000, faint), next(loud), np.full(9000, faint), next(loud)])
         powers = frame_powers(speech, RATE)
         active = powers > max(float(powers.max()) * 1e-4, 1e-6)
         sounding, pause, power = activity(powers)
