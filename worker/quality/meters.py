@@ -10,7 +10,7 @@ import types
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.metadata import distribution, entry_points
 from itertools import islice
@@ -38,7 +38,7 @@ GPU_BYTES, GPU_ROOM = 3 << 30, 7 << 28
 NO_ROOM = "out of memory"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Utterance:
     """The speech of one draw, for a meter."""
 
@@ -53,14 +53,18 @@ class Utterance:
     reference: bytes | None = None
 
     def resampled(self) -> NDArray[np.float32]:
-        """The samples [samples] at the rate of built-in meters."""
+        """The samples [samples] at the rate of built-in meters, which all meters share, so they cannot be changed."""
+        return self._resampled
+
+    @cached_property
+    def _resampled(self) -> NDArray[np.float32]:
         import soxr
 
-        return (
-            self.samples
-            if self.sample_rate == SAMPLE_RATE
-            else soxr.resample(self.samples, self.sample_rate, SAMPLE_RATE)
-        )
+        made = self.samples
+        if self.sample_rate != SAMPLE_RATE:
+            made = soxr.resample(made, self.sample_rate, SAMPLE_RATE)
+        made.flags.writeable = False
+        return made
 
 
 class Reading(NamedTuple):
@@ -146,7 +150,13 @@ def normalizer_of(language: str) -> Callable[[str], str]:
         from whisper_normalizer.english import EnglishTextNormalizer
 
         whisper = EnglishTextNormalizer()
-        return lambda text: _BETWEEN_DIGITS.sub("", _ORDINAL.sub("", whisper(_spoken_signs(text))))
+
+        def normalized(text: str) -> str:
+            for sign, spoken in _ENGLISH_SIGNS:
+                text = re.sub(sign, spoken, text)
+            return _BETWEEN_DIGITS.sub("", _ORDINAL.sub("", whisper(text)))
+
+        return normalized
     from whisper_normalizer.basic import BasicTextNormalizer
 
     return BasicTextNormalizer()
@@ -162,7 +172,10 @@ def error_rates(asked: str, transcript: str, language: str = "") -> dict[str, Re
     from rapidfuzz.distance import Levenshtein
 
     normal = normalizer_of(language)
-    wanted, found = (_words(normal(text)) for text in (asked, transcript))
+    wanted, found = (
+        [word for word in unicodedata.normalize("NFKC", normal(text)).split() if has_words(word)]
+        for text in (asked, transcript)
+    )
     if not wanted:
         return {}
     compared: dict[str, tuple[Sequence[str], Sequence[str], int]] = {
@@ -176,16 +189,6 @@ def error_rates(asked: str, transcript: str, language: str = "") -> dict[str, Re
         name: Reading(Levenshtein.distance(asked, heard) / len(asked), detail, len(asked) >= minimum)
         for name, (asked, heard, minimum) in compared.items()
     }
-
-
-def _spoken_signs(text: str) -> str:
-    for sign, spoken in _ENGLISH_SIGNS:
-        text = re.sub(sign, spoken, text)
-    return text
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in unicodedata.normalize("NFKC", text).split() if has_words(word)]
 
 
 class AsrMeter:
@@ -384,7 +387,7 @@ class DnsMosMeter:
         )
 
     def measure(self, utterance: Utterance) -> Readings:
-        audio, window = utterance.resampled().astype(np.float32), self.WINDOW_SAMPLES
+        audio, window = utterance.resampled(), self.WINDOW_SAMPLES
         audio = np.tile(audio, -(-window // len(audio)))
         starts = range(0, len(audio) - window + 1, SAMPLE_RATE)
         overall = [

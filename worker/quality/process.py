@@ -13,9 +13,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import msgspec
 import structlog
@@ -62,8 +63,8 @@ class _Draws(msgspec.Struct, frozen=True):
     """A call to the child process: draws to measure, or meters to open or to find."""
 
     meters: Mapping[str, Mapping[str, Option]]
-    #: None: the meters are only opened, not run.
-    utterances: Sequence[Utterance] = ()
+    #: None: the meters are only opened, not run. A number is the place of an utterance in the last call.
+    utterances: Sequence[Utterance | int] = ()
     #: If not None, the meters' weights are only looked for, and downloaded if this is True (`jobs.checks`).
     fetch: bool | None = None
 
@@ -78,6 +79,8 @@ class MeterProcess:
     opening_seconds: float = OPENING_SECONDS
     _child: CalledChild[list[dict[str, Reading]]] | None = None
     _stopped: bool = False
+    #: The draws of the last call, which are not sent again for the next meter -> their places.
+    _kept: WeakKeyDictionary[Utterance, int] = field(default_factory=WeakKeyDictionary)
 
     def measure(
         self, meters: Mapping[str, Mapping[str, Option]], utterances: Sequence[Utterance]
@@ -87,11 +90,15 @@ class MeterProcess:
         longest = max(len(one.samples) / one.sample_rate for one in utterances)
         seconds = self.draw_seconds + self.seconds_per_second * longest
         child = self._child if self._child is not None and not self._child.ended else self._start()
+        given = [self._kept.get(one, one) for one in utterances]
+        self._kept.clear()
         opened = False
         try:
             child.call(_Draws(meters)).result(self.opening_seconds)
             opened = True
-            return child.call(_Draws(meters, utterances)).result(seconds)
+            found = child.call(_Draws(meters, given)).result(seconds)
+            self._kept.update(zip(utterances, range(len(given))))
+            return found
         except TimeoutError as error:
             self.close()
             if opened:
@@ -113,6 +120,7 @@ class MeterProcess:
 
     def close(self) -> None:
         """Ends the process. Idempotent."""
+        self._kept.clear()
         child, self._child = self._child, None
         if child is not None:
             child.close()
@@ -294,15 +302,23 @@ class MeterPool:
         )
 
 
+#: In the child process: the draws of the last call that had some. All meters share their samples.
+_KEPT = list[Utterance]()
+
+
 def _answer(draws: _Draws) -> list[dict[str, Reading]]:
     """The readings of each draw. Raises `ModelError` for a meter that cannot be opened."""
     if draws.fetch is not None:
         check_weights(draws.meters, fetch=draws.fetch)
         return []
+    utterances = [_KEPT[one] if isinstance(one, int) else one for one in draws.utterances]
+    _KEPT[:] = utterances or _KEPT
+    for one in utterances:
+        one.samples.flags.writeable = False
     opened = [_opened(name, msgspec.json.encode(options)) for name, options in draws.meters.items()]
-    answers = [dict[str, Reading]() for _ in draws.utterances]
+    answers = [dict[str, Reading]() for _ in utterances]
     for measure in opened if answers else ():
-        for readings, scores in zip(answers, measure(draws.utterances), strict=False):
+        for readings, scores in zip(answers, measure(utterances), strict=False):
             for name, found in scores.items():
                 # Numbers such as those of NumPy are converted for the message.
                 reading = found if isinstance(found, Reading) else Reading(*found)

@@ -98,32 +98,17 @@ def check_speech(speech: Speech) -> None:
 def check_draw(
     number: int, seed: int, speech: Speech, quality: Quality, text: str, generation: Generation
 ) -> CheckedDraw:
-    """The verdict of the checks that need no model. `speech`: the speech as it would be stored; `text`: the requested
-    text."""
+    """The verdict of the checks that need no model: `ended`, `duration` if the pace of the voice is known, those of
+    `OF_ENGINES` that the speech has, `clipped`, `silence`, `pause` and `loudness`. If several fail, the item gets the
+    code of the first one. Of codes alone there are those of `OF_CODES`.
+
+    `speech`: the speech as it would be stored; `text`: the requested text; `generation`: has the voice and the
+    language. NumPy is called only a few times, because each call may switch threads.
+    """
     try:
         check_speech(speech)
     except SynthesisError as error:
         return failed_draw(number, seed, error, speech if error.code is ErrorCode.SYNTH_SILENT else None)
-    return judged(number, seed, speech, quality, cheap_readings(speech, quality, text, generation))
-
-
-def failed_draw(number: int, seed: int, error: NightjarError, speech: Speech | None = None) -> CheckedDraw:
-    """The verdict on a draw without speech to measure."""
-    duration_ms = 0 if speech is None else speech.duration_ms
-    record = Draw(number, seed, error.code, kept=False, duration_ms=duration_ms, scores={})
-    return CheckedDraw(record, speech, str(error), (_NO_SPEECH + (speech is None), 0.0))
-
-
-def cheap_readings(
-    speech: Speech, quality: Quality, text: str, generation: Generation
-) -> Mapping[str, tuple[float, str] | Score]:
-    """`ended`, `duration` if the pace of the voice is known, those of `OF_ENGINES` that the speech has, `clipped`,
-    `silence`, `pause` and `loudness`. If several fail, the item gets the code of the first one.
-
-    `speech` has at least one sample, and all are finite, or it has only codes, for which there are those of `OF_CODES`
-    alone. `text`: the requested text; `generation`: has the voice and the
-    language. NumPy is called only a few times, because each call may switch threads.
-    """
     meta = speech.meta
     # A model that reached its limit did not end by itself.
     stopped = "length" in (meta.get("finish"), meta.get("finish_reason"))
@@ -154,7 +139,14 @@ def cheap_readings(
             "pause": (pause * FRAME_SECONDS, "energy"),
             "loudness": (float(loudness), unit),
         }
-    return readings
+    return judged(number, seed, speech, quality, readings)
+
+
+def failed_draw(number: int, seed: int, error: NightjarError, speech: Speech | None = None) -> CheckedDraw:
+    """The verdict on a draw without speech to measure."""
+    duration_ms = 0 if speech is None else speech.duration_ms
+    record = Draw(number, seed, error.code, kept=False, duration_ms=duration_ms, scores={})
+    return CheckedDraw(record, speech, str(error), (_NO_SPEECH + (speech is None), 0.0))
 
 
 def clipped_share(samples: NDArray[np.float32]) -> float:

@@ -127,7 +127,7 @@ def test_distillmos_scores_speech_as_its_package_does(spoken: list[Utterance]) -
     # Its own import needs torchaudio.
     package = sys.modules["distillmos"].ConvTransformerSQAModel().eval()
     long = np.concatenate([one.resampled() for one in spoken])[: 9 * SAMPLE_RATE]
-    for audio in (spoken[1].resampled(), long):
+    for audio in (spoken[1].resampled().copy(), long):
         with torch.inference_mode():
             wanted = package(torch.from_numpy(audio)[None]).item()
         found = meter.measure(Utterance(audio, SAMPLE_RATE, ""))

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import soxr
 from numpy.typing import NDArray
 
 from jobs.checks import ENTRY_POINT_GROUP, METERS, missing_libraries, missing_libraries_error, missing_weights
@@ -24,8 +25,17 @@ from pipelines.audio import encode
 from pipelines.errors import ErrorCode, ModelError, NightjarError
 from pipelines.request import Message, Speech, SynthesisRequest, submit
 from tests.support.packages import write_package
+from tests.support.quality_kit import speechlike
 from tests.support.services import children
-from worker.quality.meters import AsrMeter, Reading, Utterance, check_weights, open_meter
+from worker.quality.meters import (
+    SAMPLE_RATE,
+    AsrMeter,
+    Reading,
+    Readings,
+    Utterance,
+    check_weights,
+    open_meter,
+)
 from worker.quality.process import MeterError, MeterHangError, MeterPool, MeterProcess, MeterTask
 
 RATE = 16_000
@@ -382,3 +392,58 @@ class TestBuiltInMeters:
             process.measure({"peak": {}}, [replace(sample, text="fail")])
         assert caught.value.code is ErrorCode.QA_METER
         process.close()
+
+    def test_meters_of_one_draw_share_its_samples(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They are sent to a process once, and resampled there once."""
+        code = (
+            "import os\n"
+            "class Meter:\n"
+            "    def __init__(self, times=1):\n"
+            "        pass\n"
+            "    def measure(self, sample):\n"
+            "        assert not sample.samples.flags.writeable\n"
+            "        if sample.text == 'end':\n"
+            "            os._exit(3)\n"
+            "        if sample.text == 'fail':\n"
+            "            raise ValueError('no such text')\n"
+            "        return {'place': (id(sample.resampled()), sample.text), 'at': (len(sample.resampled()), '')}\n"
+        )
+        monkeypatch.setenv("PYTHONPATH", add_meter(tmp_path, code))
+        process = MeterProcess(240)
+        samples = speechlike(0.1)
+        first, second, failing, ending, other = (
+            Utterance(samples, 24_000, text) for text in ("first", "second", "fail", "end", "other")
+        )
+
+        def measured(*utterances: Utterance, times: int = 1) -> list[Readings]:
+            return list(process.measure({"peak": {"times": times}}, utterances))
+
+        both = measured(first, second)
+        assert [one["place"][1] for one in both] == ["first", "second"]
+        assert both[0]["at"][0] == round(len(samples) * SAMPLE_RATE / 24_000)
+        assert measured(second, first, times=2) == both[::-1]
+        # As when another meter measures those that passed.
+        assert measured(second) == measured(second, times=3) == both[1:]
+        # One that the process does not have.
+        assert [one["place"][1] for one in measured(second, other)] == ["second", "other"]
+        assert [one["place"][1] for one in measured(other, second, times=3)] == ["other", "second"]
+        for lost in (failing, ending):
+            with pytest.raises(NightjarError) as caught:
+                measured(lost)
+            assert caught.value.code is ErrorCode.QA_METER
+            assert [one["place"][1] for one in measured(other, second)] == ["other", "second"]
+        # The next process has none.
+        process.close()
+        assert [one["place"][1] for one in measured(second)] == ["second"]
+        process.close()
+
+
+def test_the_samples_that_meters_share_cannot_be_changed() -> None:
+    for rate in (SAMPLE_RATE, 24_000):
+        samples = speechlike(0.1)
+        utterance = Utterance(samples, rate, "")
+        assert np.array_equal(utterance.resampled(), soxr.resample(samples, rate, SAMPLE_RATE))
+        with pytest.raises(ValueError, match="read-only"):
+            utterance.resampled()[0] = 1
