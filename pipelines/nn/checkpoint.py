@@ -9,10 +9,11 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from threading import Thread
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
@@ -353,6 +354,14 @@ def take_stack(
     return StackWeights(tuple(layers), load("norm.weight", shape.hidden))
 
 
+def _hash_triton() -> None:
+    """Computes the hash of Triton's files, which takes 0.7 s, before the first kernel needs it."""
+    with suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
 def open_device(name: str | None, threads: int | None = None) -> torch.device:
     """The device with this name, or the best one. Also sets the number of CPU threads: to `threads`, or to
     one if the device is the CPU.
@@ -375,6 +384,7 @@ def open_device(name: str | None, threads: int | None = None) -> torch.device:
         )
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
+        Thread(target=_hash_triton, daemon=True).start()
     if device.type == "cpu" or threads:
         torch.set_num_threads(threads or 1)
     return device
