@@ -148,6 +148,8 @@ class Lane:
         self._inside = list[Job]()
         self._arrivals: deque[float] = deque(maxlen=QUIET_ARRIVALS + 1)
         self._started = 0
+        #: Set whenever a group was started.
+        self._has_started = threading.Event()
         self._wake = threading.Condition()
         self._closing = False
         #: What was started, in order; None at the end.
@@ -227,6 +229,7 @@ class Lane:
             group = self._take()
             self.waiting_frames -= sum(len(job.codes) for job in group)
         self._pending.put(self._start(group))
+        self._has_started.set()
         return True
 
     def _seconds_until_due(self) -> float | None:
@@ -284,11 +287,24 @@ class StreamLane(Lane):
 
     _names = "codec-streams", "codec-chunks"
     _priority = CHUNK_PRIORITY
+    #: Maximum time that `put` waits.
+    hold_seconds = 0.001
 
     def __init__(self, decoder: Decoder, max_rows: int, device: torch.device | None) -> None:
         self._decoder = decoder
         self._max_rows = max_rows
         super().__init__(device)
+
+    def put(
+        self, codes: Codes, done: Done, state: State | None = None, last: bool = False, deadline: float = 0.0
+    ) -> None:
+        """Queues the next frames of a stream. If they are its first ones and the lane is idle, waits until they are
+        started: the engine's next frame would else delay them."""
+        is_held = not (deadline or self._waiting or self._started)
+        self._has_started.clear()
+        super().put(codes, done, state, last, deadline)
+        if is_held:
+            self._has_started.wait(self.hold_seconds)
 
     def _take(self) -> list[Job]:
         """Removes the chunk with the earliest deadline, and chunks of other streams that can share its

@@ -140,7 +140,7 @@ class SlotState:
             np.array(integers, np.int64).T, np.array(floats, np.float32).T, np.array(flags).T,
         )  # fmt: skip
         device = self.inputs.device
-        sent = to_device(np.concatenate([np.frombuffer(part.tobytes(), np.uint8) for part in parts]), device)
+        sent = to_device(np.frombuffer(bytearray().join(part.tobytes() for part in parts), np.uint8), device)
         cell, value, rows, *states = sent.split([part.nbytes for part in parts])
         rows = rows.view(torch.int64)
         self._tables[cell.view(torch.int64)] = value.view(torch.int64)

@@ -108,16 +108,17 @@ class TextTable:
         self._known = torch.zeros(vocab, dtype=torch.bool)
         self._complete = False
         if self.rows.is_cuda:
-            self.ensure(torch.arange(vocab), 4096)
+            self.ensure(np.arange(vocab), block=4096)
         self._complete = self.rows.is_cuda
 
-    def ensure(self, ids: Tensor, block: int = ROW_BLOCK) -> None:
-        """Computes missing rows, in blocks of `block`; ids: int64 [n] on the CPU, each below the vocabulary
-        size."""
+    def ensure(self, *ids: IntArray, block: int = ROW_BLOCK) -> None:
+        """Computes missing rows, in blocks of `block`; ids: int64 [n], each below the vocabulary size, or negative
+        for a position without text."""
         if self._complete:
             return
-        ids = ids.unique()
-        missing = ids[~self._known[ids]]
+        wanted = torch.from_numpy(np.unique(np.concatenate(ids)))
+        wanted = wanted[wanted >= 0]
+        missing = wanted[~self._known[wanted]]
         for part in missing.split(block) if len(missing) else ():
             padded = functional.pad(part, (0, block - len(part))).to(self.rows.device)
             inner = functional.silu(
@@ -144,7 +145,9 @@ class Qwen3TTSModel(FrameModel):
         pad = config.text_ids.tts_pad_token_id
         starts = weights.codec_starts
         inputs = weights.codec_table
-        self._codec_starts = starts.to("cpu")
+        #: The first row of each codebook and of the text in their tables, and the rows of positions without them.
+        self._starts = np.append(starts.numpy(force=True), 0)
+        self._empty = np.append(np.full(len(starts), len(weights.codec_table) - 1), config.text_vocab)
         if weights.projection is not None:
             # Projected once instead of at every step.
             inputs = torch.cat([functional.linear(part, *weights.projection) for part in inputs.split(4096)])
@@ -160,7 +163,7 @@ class Qwen3TTSModel(FrameModel):
             ),
             pad,
         )
-        self.text.ensure(torch.tensor([pad]))
+        self.text.ensure(np.array([pad]))
 
     def embed_all(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """Embeds prompts in their order, in groups of up to `EMBEDDED_POSITIONS` positions, with one set of launches
@@ -182,16 +185,9 @@ class Qwen3TTSModel(FrameModel):
     def embed(self, *prompts: Prompt) -> Tensor:
         """Embeddings of prompts one after another, [positions, hidden]: projected text, plus the sum of the
         codec embeddings, plus the voice vector."""
-        text, codes, trailing = (
-            torch.from_numpy(np.concatenate(parts))
-            for parts in zip(
-                *((prompt.text, prompt.codes, prompt.trailing) for prompt in prompts), strict=True
-            )
-        )
-        self.text.ensure(torch.cat((text[text >= 0], trailing)))
-        codec_rows = torch.where(codes >= 0, codes + self._codec_starts, len(self.weights.codec_table) - 1)
-        text_rows = torch.where(text >= 0, text, self.config.text_vocab)
-        rows = to_device(torch.cat((codec_rows, text_rows[:, None]), dim=1), self.device)
+        self.text.ensure(*(ids for prompt in prompts for ids in (prompt.text, prompt.trailing)))
+        ids = np.concatenate([np.column_stack((prompt.codes, prompt.text)) for prompt in prompts])
+        rows = to_device(np.where(ids >= 0, ids + self._starts, self._empty), self.device)
         codec = self.weights.codec_table[rows[:, :-1]].sum(dim=1)
         firsts = accumulate((len(prompt) for prompt in prompts), initial=0)
         voices = [(first, *prompt.voice) for first, prompt in zip(firsts, prompts) if prompt.voice]
@@ -203,4 +199,4 @@ class Qwen3TTSModel(FrameModel):
 
     def take_text(self, ids: IntArray) -> None:
         """See `FrameModel`."""
-        self.text.ensure(torch.from_numpy(ids))
+        self.text.ensure(ids)

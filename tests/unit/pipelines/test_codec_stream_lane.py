@@ -169,3 +169,59 @@ def test_a_closed_lane_decodes_what_waits_and_refuses_the_rest() -> None:
     ((_, late),) = lane.heard.take(1)
     assert isinstance(late, NightjarError)
     assert late.code is ErrorCode.SYNTH_ABORTED
+
+
+class Gated(Starter):
+    """Starts no group before the test opens the gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def start_chunks(
+        self, states: Sequence[list[int]], codes: Sequence[Tensor], last: Sequence[bool]
+    ) -> PendingSamples:
+        assert self.gate.wait(60)
+        return super().start_chunks(states, codes, last)
+
+
+class PatientLane(StreamLane):
+    hold_seconds = 60.0
+
+
+def putting(lane: StreamLane, heard: Heard, deadline: float) -> threading.Thread:
+    codes = np.full((1, 1), 3)
+    thread = threading.Thread(target=lane.put, args=(codes, heard.at("3"), [], False, deadline), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_engine_waits_until_the_first_frames_of_a_lone_stream_are_started() -> None:
+    starter, heard = Gated(), Heard()
+    lane = PatientLane(starter, 64, None)
+    first = putting(lane, heard, 0.0)
+    first.join(0.2)
+    assert first.is_alive()
+    starter.gate.set()
+    first.join(30)
+    assert not first.is_alive()
+    # A device that is busy has chunks to decode, and the engine goes on.
+    busy = putting(lane, heard, 0.0)
+    busy.join(30)
+    assert not busy.is_alive()
+    for _ in range(2):
+        starter.events.get(timeout=60).done.set()
+    heard.take(2)
+    lane.close()
+
+
+def test_the_engine_does_not_wait_for_later_frames_of_a_stream() -> None:
+    starter, heard = Gated(), Heard()
+    lane = PatientLane(starter, 64, None)
+    later = putting(lane, heard, 1.0)
+    later.join(30)
+    assert not later.is_alive()
+    starter.gate.set()
+    starter.events.get(timeout=60).done.set()
+    heard.take(1)
+    lane.close()
