@@ -172,10 +172,10 @@ def test_a_closed_lane_decodes_what_waits_and_refuses_the_rest() -> None:
 
 
 class Gated(Starter):
-    """Starts no group before the test opens the gate."""
+    """Starts no group before the test opens the gate, and chunks one by one."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(most=1)
         self.gate = threading.Event()
 
     def start_chunks(
@@ -205,13 +205,14 @@ def test_the_engine_waits_until_the_first_frames_of_a_lone_stream_are_started() 
     starter.gate.set()
     first.join(30)
     assert not first.is_alive()
-    # A device that is busy has chunks to decode, and the engine goes on.
-    busy = putting(lane, heard, 0.0)
-    busy.join(30)
-    assert not busy.is_alive()
+    # The device takes a second group but no third one, for which the engine does not wait.
     for _ in range(2):
+        busy = putting(lane, heard, 0.0)
+        busy.join(30)
+        assert not busy.is_alive()
+    for _ in range(3):
         starter.events.get(timeout=60).done.set()
-    heard.take(2)
+    heard.take(3)
     lane.close()
 
 
