@@ -144,8 +144,7 @@ def check_draw(
 
 def failed_draw(number: int, seed: int, error: NightjarError, speech: Speech | None = None) -> CheckedDraw:
     """The verdict on a draw without speech to measure."""
-    duration_ms = 0 if speech is None else speech.duration_ms
-    record = Draw(number, seed, error.code, kept=False, duration_ms=duration_ms, scores={})
+    record = Draw(number, seed, error.code, False, 0 if speech is None else speech.duration_ms, {})
     return CheckedDraw(record, speech, str(error), (_NO_SPEECH + (speech is None), 0.0))
 
 

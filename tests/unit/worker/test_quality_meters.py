@@ -439,6 +439,27 @@ class TestBuiltInMeters:
         assert [one["place"][1] for one in measured(second)] == ["second"]
         process.close()
 
+    def test_a_process_uses_the_memory_of_a_batch_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        code = (
+            "import resource\n"
+            "import numpy as np\n"
+            "class Meter:\n"
+            "    def measure(self, sample):\n"
+            "        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+            "        batch = [np.ones(4 << 20, np.float32) for _ in range(3)]\n"
+            "        return {'pages': (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, '')}\n"
+        )
+        monkeypatch.setenv("PYTHONPATH", add_meter(tmp_path, code))
+        process = MeterProcess(240)
+        utterances = [Utterance(speechlike(0.1), RATE, "") for _ in range(4)]
+        first, *_, last = (one["pages"][0] for one in process.measure({"peak": {}}, utterances))
+        process.close()
+        # 48 MiB have at least 24 pages of 2 MiB.
+        assert first >= 24
+        assert last <= first / 4
+
 
 def test_the_samples_that_meters_share_cannot_be_changed() -> None:
     for rate in (SAMPLE_RATE, 24_000):
