@@ -54,7 +54,7 @@ _WIDE_PREFILL = 12
 #: than utterances that end while new requests are gathered.
 _SPARE_PART = 8
 #: Default share of the free memory that an engine takes; the rest is for memory that the allocator cannot
-#: use.
+#: use, and for the processes of meters.
 DEFAULT_SHARE = 0.9
 #: Positions for every slot by default: 30 s of speech, its text and a recording of 5 s. KV pages are taken
 #: when they are needed, and an utterance that gets no page is restarted later.
