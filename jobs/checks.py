@@ -162,6 +162,10 @@ CHECKS = {
                 ("resemblyzer",),
             ),
         ),
+        Check(
+            "voice_similarity", ErrorCode.QA_SPEAKER, "as `similarity`, by the speaker encoder of a checkpoint", "low",
+            meter=MeterCard("voice", ("torch",), "Nightjar with its extra `gpu` (docs/install.md)", ("torch",)),
+        ),
     )
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from pipelines.duration import Pace
 from pipelines.errors import ErrorCode, ModelError, invalid, nearest
 from pipelines.nn.config_keys import bad_checkpoint, read_table, revision
 from pipelines.recording import read_recording
-from pipelines.request import Capabilities, CodecIdentity, Frontend, Pipeline
+from pipelines.request import Capabilities, CodecIdentity, Frontend, Pipeline, SpeakerVector
 
 if TYPE_CHECKING:
     from pipelines.results import StageDecoder
@@ -111,6 +111,8 @@ class Family:
     #: Whether it has a module `prompt` with `open_frontend(folder) -> Frontend`, which imports no torch. If
     #: so, its pipeline takes prepared requests.
     frontend: bool = False
+    #: Whether it has a module `speaker` with `open_speaker_encoder(folder, device) -> SpeakerVector`.
+    encodes_speakers: bool = False
     #: The class in its module `vllm_model` that runs its LM on vLLM; empty: vLLM has the class itself, or
     #: does not run this family.
     vllm_model: str = ""
@@ -181,6 +183,7 @@ FAMILIES = (
         model_types=("qwen3_tts",),
         published=_QWEN3_TTS,
         frontend=True,
+        encodes_speakers=True,
         options=frozenset({"streams", "text_first", "voice_cache"}),
     ),
     Family("speechlm", "vllm", model_types=("speechlm", "bagpiper"), vllm_model="SpeechLmForCausalLM"),
@@ -261,6 +264,18 @@ def open_decoder(model: str, **options: Any) -> StageDecoder:
     if decoder is None:
         raise invalid(f"The model {_short(model)} has no codec of its own.", "Use the model of the codes.")
     return decoder(**options)
+
+
+def open_speaker_encoder(model: str, device: str) -> SpeakerVector:
+    """Loads the speaker encoder of a checkpoint folder alone; raises like `open_pipeline`, and `config.invalid` for
+    one without it."""
+    folder = _folder(model)
+    family = recognise(folder, FAMILIES)
+    if family.encodes_speakers and (
+        vector := family.call(".speaker", "open_speaker_encoder", folder, device)
+    ):
+        return vector
+    raise invalid(f"The model {_short(model)} has no speaker encoder.", "Name one that clones voices.")
 
 
 def model_names() -> list[str]:

@@ -39,6 +39,8 @@ Meta = dict[str, str | int | float | bool]
 #: Ids or codes. A string, so that requests are read without numpy.
 IntArray: TypeAlias = "NDArray[np.int64]"
 FloatArray: TypeAlias = "NDArray[np.float64]"
+#: Makes the voice vector of speech, float32 [width] of length 1, from samples and their rate in Hz.
+SpeakerVector: TypeAlias = "Callable[[Samples, int], Samples]"
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -135,6 +135,8 @@ class Lane:
     #: Names of its two threads, and the priority of its CUDA stream.
     _names = "codec-stage", "codec-samples"
     _priority = 0
+    #: Maximum time that `put` waits.
+    hold_seconds = 0.0
 
     def __init__(self, device: torch.device | None, gathering: Gathering = _NO_GATHERING) -> None:
         self._device = device
@@ -169,16 +171,23 @@ class Lane:
     def put(
         self, codes: Codes, done: Done, state: State | None = None, last: bool = False, deadline: float = 0.0
     ) -> None:
-        """Queues an utterance, or the next frames of a stream."""
+        """Queues an utterance, or the next frames of a stream. If they are its first ones and the lane of streams is
+        idle, waits until they are started: the engine's next frame would else delay them."""
         with self._wake:
-            if not self._closing:
+            is_held = not (deadline or self._waiting or self._started)
+            if is_open := not self._closing:
                 now = self.gathering.monotonic()
                 self._waiting.append(Job(codes, done, state, last, deadline, now))
                 self.waiting_frames += len(codes)
                 self._arrivals.append(now)
+                self._has_started.clear()
                 self._wake.notify()
-                return
-        done(SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed before the audio was decoded."))
+        if is_open:
+            self._has_started.wait(self.hold_seconds * is_held)
+        else:
+            done(
+                SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed before the audio was decoded.")
+            )
 
     def close(self) -> None:
         """Decodes all queued codes, then ends the threads. May be called more than once."""
@@ -287,24 +296,12 @@ class StreamLane(Lane):
 
     _names = "codec-streams", "codec-chunks"
     _priority = CHUNK_PRIORITY
-    #: Maximum time that `put` waits.
     hold_seconds = 0.001
 
     def __init__(self, decoder: Decoder, max_rows: int, device: torch.device | None) -> None:
         self._decoder = decoder
         self._max_rows = max_rows
         super().__init__(device)
-
-    def put(
-        self, codes: Codes, done: Done, state: State | None = None, last: bool = False, deadline: float = 0.0
-    ) -> None:
-        """Queues the next frames of a stream. If they are its first ones and the lane is idle, waits until they are
-        started: the engine's next frame would else delay them."""
-        is_held = not (deadline or self._waiting or self._started)
-        self._has_started.clear()
-        super().put(codes, done, state, last, deadline)
-        if is_held:
-            self._has_started.wait(self.hold_seconds)
 
     def _take(self) -> list[Job]:
         """Removes the chunk with the earliest deadline, and chunks of other streams that can share its

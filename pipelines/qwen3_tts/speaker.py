@@ -26,13 +26,14 @@ from torch.nn.functional import (
 )
 
 from kernels.layers import rope
+from pipelines.audio import resample
 from pipelines.codec.encoding import EXACT, BatchEncoder, Encoding, mel_filters
 from pipelines.codec.states import CodecState
 from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource, device_name, type_name
 from pipelines.qwen3_tts.codec import USAGE_FLOOR, Codec
 from pipelines.qwen3_tts.config import CodecConfig, CodecEncoderConfig, Qwen3TTSConfig, SpeakerEncoderConfig
 from pipelines.recording import KEPT_BYTES, Reading, Recording, RecordingCache, RecordingFiles
-from pipelines.request import IntArray
+from pipelines.request import IntArray, Samples, SpeakerVector
 
 N_FFT = 1024
 HOP = 256
@@ -180,6 +181,22 @@ class SpeakerEncoder:
         scores = self._scores(_delayed(self._tdnn, around, frames).tanh())
         shares = scores.masked_fill(~inside, -torch.inf).softmax(dim=2)
         return self._fc(torch.cat(_statistics(x, shares), dim=1)).squeeze(2)
+
+
+def open_speaker_encoder(folder: Path, device: str) -> SpeakerVector | None:
+    """See `pipelines.registry.open_speaker_encoder`; None: the checkpoint has none."""
+    config = Qwen3TTSConfig.from_folder(folder)
+    if not config.clones:
+        return None
+    with Checkpoint(folder) as checkpoint:
+        encoder = SpeakerEncoder(config.speaker_encoder, checkpoint, device)
+    rate = config.speaker_encoder.sample_rate
+
+    def vector(samples: Samples, sample_rate: int) -> Samples:
+        (made,) = encoder.embed(torch.from_numpy(resample(samples, sample_rate, rate))[None])
+        return (made / made.norm()).numpy(force=True)
+
+    return vector
 
 
 def _rows(samples: Tensor, lengths: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:

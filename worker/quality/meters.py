@@ -22,10 +22,11 @@ import structlog
 from numpy.typing import NDArray
 
 from jobs.checks import ALIGNER, ENTRY_POINT_GROUP, METERS, Bound, Option, known_meters
-from pipelines.audio import longest_pause
+from pipelines.audio import decode, longest_pause
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.languages import language_code
-from pipelines.request import Word
+from pipelines.registry import describe, open_speaker_encoder
+from pipelines.request import SpeakerVector, Word
 from pipelines.text_units import has_words
 
 log = structlog.get_logger(__name__)
@@ -397,30 +398,36 @@ class DnsMosMeter:
 
 
 class SpeakerMeter:
-    """Score `similarity`: the cosine of the d-vectors of the speech and of the cloned reference, by resemblyzer (Wan et
-    al., 2018).
+    """The cosine of the voice vectors of the speech and of the cloned reference. Items without a reference have no
+    score."""
 
-    It is about 0.85 for the same voice, and 0.45 to 0.78 for different ones. Items without a reference have no score.
-    """
-
-    def __init__(self, device: str = "auto", threads: int = 1) -> None:
-        from resemblyzer import VoiceEncoder, preprocess_wav
-
-        from pipelines.audio import decode
-
-        self._encoder: Any = VoiceEncoder(torch_device(device, threads), verbose=False)
-        self._preprocess: Any = preprocess_wav
+    def __init__(self, score: str, vector: SpeakerVector) -> None:
+        self._score = score
+        self._vector = vector
         # Consecutive draws often clone the same voice.
-        self._voice_of = lru_cache(maxsize=1)(lambda reference: self._embedding(*decode(reference)))
+        self._voice_of = lru_cache(maxsize=1)(lambda reference: vector(*decode(reference)))
 
     def measure(self, utterance: Utterance) -> Readings:
         if utterance.reference is None:
             return {}
-        voice = self._embedding(utterance.samples, utterance.sample_rate)
-        return {"similarity": (float(np.dot(voice, self._voice_of(utterance.reference))), "")}
+        voice = self._vector(utterance.samples, utterance.sample_rate)
+        return {self._score: (float(np.dot(voice, self._voice_of(utterance.reference))), "")}
 
-    def _embedding(self, samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.float32]:
-        return self._encoder.embed_utterance(self._preprocess(samples, source_sr=sample_rate))
+
+def _open_speaker(device: str = "auto", threads: int = 1) -> Meter:
+    """Score `similarity`, by resemblyzer (Wan et al., 2018): about 0.85 for the same voice, and 0.45 to 0.78 for
+    different ones."""
+    from resemblyzer import VoiceEncoder, preprocess_wav
+
+    encoder: Any = VoiceEncoder(torch_device(device, threads), verbose=False)
+    return SpeakerMeter(
+        "similarity", lambda samples, rate: encoder.embed_utterance(preprocess_wav(samples, source_sr=rate))
+    )
+
+
+def _open_voice(model: str, device: str = "auto", threads: int = 1) -> Meter:
+    """Score `voice_similarity`, by the speaker encoder of the checkpoint `model`."""
+    return SpeakerMeter("voice_similarity", open_speaker_encoder(model, torch_device(device, threads)))
 
 
 def _open_asr(model: str = "base", **options: Any) -> Meter:
@@ -437,7 +444,8 @@ BUILT_IN: dict[str, Callable[..., Meter]] = {
     "silero": SileroMeter,
     "distillmos": DistillMosMeter,
     "dnsmos": DnsMosMeter,
-    "speaker": SpeakerMeter,
+    "speaker": _open_speaker,
+    "voice": _open_voice,
     ALIGNER: lambda **options: import_module("worker.quality.aligner").CtcMeter(hears=False, **options),
 }
 
@@ -504,3 +512,5 @@ def check_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) ->
             asr_folder(fetch=fetch, **meters["asr"])  # pyright: ignore[reportArgumentType]
         except ImportError as error:
             raise _missing_library("asr", error) from error
+    if "voice" in meters:
+        describe(str(meters["voice"].get("model")))
