@@ -233,7 +233,7 @@ def missing_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) 
     `fetch`: downloads the weights first; the error then says why that failed.
     """
     # The weights of other meters are in their libraries.
-    if not meters.keys() & {ALIGNER, _ASR.name}:
+    if not meters.keys() & {ALIGNER, _ASR.name, "voice"}:
         return None
     from pipelines.child_process import CalledChild
 

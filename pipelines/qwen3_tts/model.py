@@ -185,7 +185,8 @@ class Qwen3TTSModel(FrameModel):
     def embed(self, *prompts: Prompt) -> Tensor:
         """Embeddings of prompts one after another, [positions, hidden]: projected text, plus the sum of the
         codec embeddings, plus the voice vector."""
-        self.text.ensure(*(ids for prompt in prompts for ids in (prompt.text, prompt.trailing)))
+        for prompt in prompts:
+            self.text.ensure(prompt.text, prompt.trailing)
         ids = np.concatenate([np.column_stack((prompt.codes, prompt.text)) for prompt in prompts])
         rows = to_device(np.where(ids >= 0, ids + self._starts, self._empty), self.device)
         codec = self.weights.codec_table[rows[:, :-1]].sum(dim=1)

@@ -190,10 +190,11 @@ def open_speaker_encoder(folder: Path, device: str) -> SpeakerVector | None:
         return None
     with Checkpoint(folder) as checkpoint:
         encoder = SpeakerEncoder(config.speaker_encoder, checkpoint, device)
-    rate = config.speaker_encoder.sample_rate
 
     def vector(samples: Samples, sample_rate: int) -> Samples:
-        (made,) = encoder.embed(torch.from_numpy(resample(samples, sample_rate, rate))[None])
+        (made,) = encoder.embed(
+            torch.from_numpy(resample(samples, sample_rate, encoder.config.sample_rate))[None]
+        )
         return (made / made.norm()).numpy(force=True)
 
     return vector

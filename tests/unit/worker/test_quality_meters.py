@@ -17,13 +17,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import soundfile
 import soxr
 from numpy.typing import NDArray
 
 from jobs.checks import ENTRY_POINT_GROUP, METERS, missing_libraries, missing_libraries_error, missing_weights
 from pipelines.audio import encode
-from pipelines.errors import ErrorCode, ModelError, NightjarError
+from pipelines.errors import ConfigError, ErrorCode, ModelError, NightjarError
 from pipelines.request import Message, Speech, SynthesisRequest, submit
+from tests.support.golden_arrays import read_arrays
+from tests.support.golden_checkpoint import whole
 from tests.support.packages import write_package
 from tests.support.quality_kit import speechlike
 from tests.support.services import children
@@ -326,6 +329,9 @@ class TestMeters:
             pool.submit(task)
 
 
+QWEN3 = Path(__file__).parents[2] / "golden" / "qwen3_tts"
+
+
 class TestBuiltInMeters:
     """Meters whose libraries are here; the weights come with them."""
 
@@ -468,3 +474,39 @@ def test_the_samples_that_meters_share_cannot_be_changed() -> None:
         assert np.array_equal(utterance.resampled(), soxr.resample(samples, rate, SAMPLE_RATE))
         with pytest.raises(ValueError, match="read-only"):
             utterance.resampled()[0] = 1
+
+
+class TestVoice:
+    """The meter of voices by the speaker encoder of a checkpoint."""
+
+    @staticmethod
+    def similarity(speech: str, reference: str) -> float:
+        meter = open_meter("voice", {"model": str(whole(QWEN3 / "checkpoint-base")), "device": "cpu"})
+        samples, rate = soundfile.read(QWEN3 / "refs" / speech, dtype="float32")
+        utterance = Utterance(samples, rate, "", reference=(QWEN3 / "refs" / reference).read_bytes())
+        assert meter.measure(replace(utterance, reference=None)) == {}
+        ((score, (value, _)),) = meter.measure(utterance).items()
+        assert score == "voice_similarity"
+        return value
+
+    def test_its_score_is_the_cosine_of_the_vectors_that_the_model_clones_with(self) -> None:
+        arrays = read_arrays(QWEN3 / "arrays_base.npz")
+        cases = ("clone_xvector_streaming", "clone_xvector_nonstreaming")
+        first, second = (np.asarray(arrays[f"{case}.0.speaker_embedding"], np.float64) for case in cases)
+        cosine = first @ second / np.linalg.norm(first) / np.linalg.norm(second)
+        assert self.similarity("ref_b_24k_mono.wav", "ref_a_24k_mono.wav") == pytest.approx(cosine, abs=1e-4)
+        assert self.similarity("ref_a_24k_mono.wav", "ref_a_24k_mono.wav") == pytest.approx(1, abs=1e-6)
+
+    @pytest.mark.parametrize("folder", ["qwen3_tts/checkpoint-custom", "spark/checkpoint"])
+    def test_a_checkpoint_without_a_speaker_encoder_is_refused(self, folder: str) -> None:
+        with pytest.raises(ConfigError, match="has no speaker encoder") as refused:
+            open_meter("voice", {"model": str(whole(QWEN3.parent / folder)), "device": "cpu"})
+        assert refused.value.code is ErrorCode.CONFIG_INVALID
+
+    def test_a_folder_that_is_missing_is_refused_before_the_job(self) -> None:
+        with pytest.raises(ModelError) as refused:
+            check_weights({"voice": {"model": "/no/such/folder"}}, fetch=False)
+        assert refused.value.code is ErrorCode.MODEL_UNKNOWN
+        with pytest.raises(ModelError, match="'model'") as refused:
+            open_meter("voice", {})
+        assert refused.value.code is ErrorCode.MODEL_BAD_CHECKPOINT
