@@ -222,7 +222,7 @@ def soak(bench: Bench, size: str, slots: int) -> dict[str, Any]:
             "utterances": loop.tally.utterances - before,
             "wrong": loop.tally.wrong,
             "drained": drained,
-            "free_slots": loop.engine.core.scheduler.free_slots,
+            "free_slots": len(loop.engine.core.scheduler.free_slots),
             "free_pages": len(executor.kv.free),
         }
     finally:

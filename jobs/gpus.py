@@ -191,14 +191,13 @@ def share_cores(
     if not disjoint or any(len(local) < MIN_CORES * len(members) for local, members in groups.items()):
         groups = {frozenset(cores): list(workers)}
 
-    def first_thread(core: int) -> tuple[int, int]:
-        siblings = system / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
-        return min(_core_list(siblings), default=core), core
-
     shares = [set() for _ in workers]
     for local, members in [*groups.items(), (cores.difference(*groups), list(workers))]:
         # The hardware threads of one core are kept together.
-        ordered = sorted(local, key=first_thread)
+        siblings = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
+        ordered = sorted(
+            local, key=lambda core: (min(_core_list(system / siblings.format(core)), default=core), core)
+        )
         ends = [len(ordered) * part // len(members) for part in range(len(members) + 1)]
         for member, (first, last) in zip(members, pairwise(ends)):
             shares[member].update(ordered[first:last])

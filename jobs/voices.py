@@ -305,7 +305,8 @@ def read_pool(
         elif path.suffix in (".csv", ".tsv") or os.sep in str(which):
             raise _UnusableError("there is no such folder or file")
         else:
-            rows = _of_names(str(which))
+            named = (one.partition("=") for one in str(which).split(","))
+            rows = (("", name.strip(), weight.strip() or "1", None, "") for name, _, weight in named)
         for where, name, weight, audio, text in rows:
             if name != name.strip() or printable(name, MAX_NAME_CHARACTERS) != name or not name:
                 reason = f"'{printable(name, 80)}' cannot be the name of a voice: it must have 1 to {MAX_NAME_CHARACTERS} visible characters, without a space at an end"
@@ -343,12 +344,6 @@ class _UnusableError(Exception):
 
 #: Where a voice is given, its name, weight, audio file and text.
 _Row = tuple[str, str, str, "Path | None", str]
-
-
-def _of_names(names: str) -> Iterator[_Row]:
-    for one in names.split(","):
-        name, _, weight = one.partition("=")
-        yield "", name.strip(), weight.strip() or "1", None, ""
 
 
 def _of_folder(folder: Path) -> Iterator[_Row]:

@@ -88,11 +88,13 @@ def write_report(
     refused = [*islice(ledger.rejected_lines(job_id), _EXAMPLE_LINES)]
     examples = {line.code: f"line {line.line}: {line.message}" for line in reversed(refused)}
     examples |= {item.row.error_code: item.row.error_message for item in sample.failed}
+    folder, _, name = redact(job.input_uri).rstrip("/").rpartition("/")
     page = _rendered(
         status=status,
         job=job,
         price=price_per_gpu_hour,
-        input=_input_name(job),
+        # Empty for records from a Python program, whose file is named by its hash, and for standard input.
+        input="" if folder.endswith(f"/{STATE_FOLDER}/inputs") else name.removeprefix("-"),
         voice=_voice(job, sample),
         work=timeline(ledger.attempts(job_id), busy[job_id]) if busy else None,
         histograms=_histograms(sample, constant),
@@ -147,13 +149,6 @@ def _asset(name: str) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _input_name(job: Job) -> str:
-    """The file's name without its folders; empty for standard input, and for records from a Python program,
-    whose file is named by its hash."""
-    folder, _, name = redact(job.input_uri).rstrip("/").rpartition("/")
-    return "" if folder.endswith(f"/{STATE_FOLDER}/inputs") else name.removeprefix("-")
 
 
 def _voice(job: Job, sample: Sample) -> str:

@@ -138,7 +138,15 @@ class ChunkGraphs:
         buffer = self.buffers.popleft() if self.buffers else self._buffer()
         used = self._inputs_of(rows, frames)
         each = self._shape.samples_per_frame
-        self._pack(buffer.inputs.numpy()[:used], rows, frames, states, codes)
+        # Unused rows are at position 0, so that they read no state.
+        inputs = buffer.inputs.numpy()[:used]
+        inputs[:] = 0
+        inputs[:rows] = self.arena.dead
+        packed = inputs[2 * rows :].reshape(rows, frames, -1)
+        for at, (state, one) in enumerate(zip(states, codes)):
+            assert state.row is not None, "a stream of the graphs has a row"
+            inputs[at], inputs[rows + at] = state.row.number, state.frames
+            packed[at, : len(one)] = one
         self._on_device.inputs[:used].copy_(buffer.inputs[:used], non_blocking=True)
         graphs.captured.get(rows, partial(self._work, rows, frames))()
         samples = len(states) * frames * each
@@ -149,18 +157,6 @@ class ChunkGraphs:
         return buffer, [
             received[row * frames * each : (row * frames + len(one)) * each] for row, one in enumerate(codes)
         ]
-
-    def _pack(
-        self, inputs: Codes, rows: int, frames: int, states: Sequence[CodecState], codes: Sequence[Codes]
-    ) -> None:
-        """Writes the inputs of a launch; unused rows are at position 0, so that they read no state."""
-        inputs[:] = 0
-        inputs[:rows] = self.arena.dead
-        packed = inputs[2 * rows :].reshape(rows, frames, -1)
-        for at, (state, one) in enumerate(zip(states, codes)):
-            assert state.row is not None, "a stream of the graphs has a row"
-            inputs[at], inputs[rows + at] = state.row.number, state.frames
-            packed[at, : len(one)] = one
 
     def _work(self, rows: int, frames: int) -> None:
         """The work of a graph, all of it on the device."""

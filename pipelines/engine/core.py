@@ -196,7 +196,8 @@ class EngineCore:
         batch = batch and bool(scheduler.whole or scheduler.waiting)
         playbacks = [playback for _, playback in streams]
         crowded = (
-            bool(scheduler.waiting_streams) or scheduler.free_slots < self.executor.state.slots // _CROWDED
+            bool(scheduler.waiting_streams)
+            or len(scheduler.free_slots) < self.executor.state.slots // _CROWDED
         )
         plan = self.planner.plan(playbacks, self._clock(), batch, crowded)
         rows = [streams[index][0] for index in plan.streams]

@@ -331,7 +331,7 @@ class Scheduler:
         #: Number of utterances in `waiting` that were preempted.
         self.preempted = 0
         self.limit = BatchLimit(slots)
-        self._free_slots = list(range(slots - 1, -1, -1))
+        self.free_slots = list(range(slots - 1, -1, -1))
         #: Increases when an utterance leaves the slot, so that its pending frames are dropped.
         self.runs = np.zeros(slots, np.int64)
         self._whole_slots = max(slots - options.stream_slots, 1)
@@ -339,13 +339,9 @@ class Scheduler:
         self._options = options
 
     @property
-    def free_slots(self) -> int:
-        return len(self._free_slots)
-
-    @property
     def free_whole_slots(self) -> int:
         """The number of slots free for whole utterances."""
-        return min(len(self._free_slots), self._whole_slots - len(self.whole))
+        return min(len(self.free_slots), self._whole_slots - len(self.whole))
 
     @property
     def streams(self) -> list[Utterance]:
@@ -373,7 +369,7 @@ class Scheduler:
         while self.waiting_streams:
             whole = self.whole
             kept = min(self._kept_whole, len(whole) + len(self.waiting))
-            if len(self._free_slots) + len(whole) > kept and self._admit(self.waiting_streams[0]):
+            if len(self.free_slots) + len(whole) > kept and self._admit(self.waiting_streams[0]):
                 admitted.append(self.waiting_streams.popleft())
             elif len(whole) > kept:
                 self.preempt(whole[-1])
@@ -383,7 +379,7 @@ class Scheduler:
 
     def _admit(self, utterance: Utterance) -> bool:
         """Gives an utterance a slot and the pages of its prompt. Returns False if there is no room."""
-        if not self._free_slots or len(self.running) >= self.limit.now:
+        if not self.free_slots or len(self.running) >= self.limit.now:
             return False
         request = utterance.request
         shared = self.prefixes.use(request.prefix_ends(self.kv.page_size)) if request.prefixes else None
@@ -395,7 +391,7 @@ class Scheduler:
             if shared is not None:
                 self.prefixes.release(shared)
             return False
-        utterance.slot = self._free_slots.pop()
+        utterance.slot = self.free_slots.pop()
         utterance.pages = [*known, *pages]
         utterance.shared = shared
         utterance.shared_pages = len(known)
@@ -513,7 +509,7 @@ class Scheduler:
                 self.waiting_streams.remove(utterance)
             return
         self.running.remove(utterance)
-        self._free_slots.append(utterance.slot)
+        self.free_slots.append(utterance.slot)
         self.runs[utterance.slot] += 1
         self.kv.free += utterance.pages[utterance.shared_pages :]
         if utterance.shared is not None:

@@ -354,14 +354,6 @@ def take_stack(
     return StackWeights(tuple(layers), load("norm.weight", shape.hidden))
 
 
-def _hash_triton() -> None:
-    """Computes the hash of Triton's files, which takes 0.7 s, before the first kernel needs it."""
-    with suppress(ImportError):
-        from triton.runtime.cache import triton_key
-
-        triton_key()
-
-
 def open_device(name: str | None, threads: int | None = None) -> torch.device:
     """The device with this name, or the best one. Also sets the number of CPU threads: to `threads`, or to
     one if the device is the CPU.
@@ -384,7 +376,11 @@ def open_device(name: str | None, threads: int | None = None) -> torch.device:
         )
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
-        Thread(target=_hash_triton, daemon=True).start()
+        with suppress(ImportError):
+            from triton.runtime.cache import triton_key
+
+            # The first kernel needs this hash of Triton's files, which takes 0.7 s.
+            Thread(target=triton_key, daemon=True).start()
     if device.type == "cpu" or threads:
         torch.set_num_threads(threads or 1)
     return device

@@ -146,11 +146,6 @@ def plan_sizes(
         decoded_frame=_DECODED_TOKEN_BYTES,
     )
     sizes = options.plan(needs, device, lm.max_positions, frame_seconds=1 / config.tokens_per_second)
-    return sized(sizes, device)
-
-
-def sized(sizes: EngineOptions, device: torch.device) -> EngineOptions:
-    """Sizes of an engine whose frames are tokens: its chunks of streams, and on a GPU several frames in each
-    turn, which hide the time of the host."""
+    # On a GPU several frames in each turn hide the time of the host.
     turn = _TOKENS_PER_TURN if device.type == "cuda" else sizes.frames_per_turn
     return replace(sizes, chunk_frames=CHUNK_TOKENS, first_frames=FIRST_TOKENS, frames_per_turn=turn)

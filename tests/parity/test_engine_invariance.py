@@ -99,4 +99,4 @@ def test_alone_equals_in_a_batch_of_more_rows_than_the_default_has() -> None:
         np.testing.assert_array_equal(heard.codes[request], codes)
         assert heard.finish[request] == finish
     assert len(core.scheduler.kv.free) == core.scheduler.kv.pages
-    assert core.scheduler.free_slots == slots
+    assert len(core.scheduler.free_slots) == slots

@@ -88,12 +88,11 @@ class CtcMeter:
         return self.measure_batch([utterance])[0]
 
     def measure_batch(self, utterances: Sequence[Utterance]) -> Sequence[Readings]:
-        audios = [one.resampled() for one in utterances]
         readings = self._heard if self._hears else self._aligned
-        found = zip(utterances, audios, self._log_probs(audios), strict=True)
-        return [readings(one, audio, *log_probs) for one, audio, log_probs in found]
+        found = zip(utterances, self._log_probs([one.resampled() for one in utterances]), strict=True)
+        return [readings(one, *log_probs) for one, log_probs in found]
 
-    def _heard(self, utterance: Utterance, _: object, log_probs: NDArray[np.float32], __: float) -> Readings:
+    def _heard(self, utterance: Utterance, log_probs: NDArray[np.float32], _: float) -> Readings:
         best = log_probs.argmax(axis=1)
         # The tokenizer, which is slow, gets the letters alone.
         letters = best[(np.diff(best, prepend=-1) != 0) & (best != self._blank)]
@@ -151,9 +150,8 @@ class CtcMeter:
                 lengths = (lengths - kernel) // stride + 1
         return [one[:length] for one, length in zip(found, lengths.tolist(), strict=True)]
 
-    def _aligned(
-        self, utterance: Utterance, audio: NDArray[np.float32], log_probs: NDArray[np.float32], stride: float
-    ) -> Readings:
+    def _aligned(self, utterance: Utterance, log_probs: NDArray[np.float32], stride: float) -> Readings:
+        audio = utterance.resampled()
         spoken = [(word, tokens) for word in words_of(utterance.text) if (tokens := self._tokens(word))]
         if not spoken or not len(audio):
             return {}

@@ -425,11 +425,6 @@ def _open_speaker(device: str = "auto", threads: int = 1) -> Meter:
     )
 
 
-def _open_voice(model: str, device: str = "auto", threads: int = 1) -> Meter:
-    """Score `voice_similarity`, by the speaker encoder of the checkpoint `model`."""
-    return SpeakerMeter("voice_similarity", open_speaker_encoder(model, torch_device(device, threads)))
-
-
 def _open_asr(model: str = "base", **options: Any) -> Meter:
     """The meter `asr`: by a CTC model if `model` is the folder of one, else by a Whisper model."""
     config = _path("asr", model) / "config.json"
@@ -445,7 +440,9 @@ BUILT_IN: dict[str, Callable[..., Meter]] = {
     "distillmos": DistillMosMeter,
     "dnsmos": DnsMosMeter,
     "speaker": _open_speaker,
-    "voice": _open_voice,
+    "voice": lambda model, device="auto", threads=1: SpeakerMeter(
+        "voice_similarity", open_speaker_encoder(model, torch_device(device, threads))
+    ),
     ALIGNER: lambda **options: import_module("worker.quality.aligner").CtcMeter(hears=False, **options),
 }
 

@@ -186,7 +186,7 @@ def test_whole_utterances_leave_the_slots_of_streams_free(still: list[float]) ->
     for request in requests(4, 2, 20):
         core.add(request)
     core.step()
-    assert (len(core.scheduler.running), core.scheduler.free_slots, core.scheduler.free_whole_slots) == (
+    assert (len(core.scheduler.running), len(core.scheduler.free_slots), core.scheduler.free_whole_slots) == (
         1,
         3,
         0,

@@ -165,10 +165,10 @@ def test_a_starved_stream_that_is_cancelled_frees_its_slot_and_pages() -> None:
     core.add(writer.open)
     writer.write(core, 4)
     run(core)
-    assert core.scheduler.free_slots == 0
+    assert not core.scheduler.free_slots
     core.abort(writer.open)
     assert heard.errors[writer.open].code is ErrorCode.SYNTH_ABORTED
-    assert (core.scheduler.free_slots, len(core.scheduler.kv.free)) == (1, core.scheduler.kv.pages)
+    assert (len(core.scheduler.free_slots), len(core.scheduler.kv.free)) == (1, core.scheduler.kv.pages)
     assert not core.busy
     writer.write(core, 3)
     assert core.idle
