@@ -417,7 +417,7 @@ def _check(quality: Quality) -> None:
         if name not in scores:
             message = f"There is a bound for `{name[:80]}`, but no meter measures it."
             if name in CHECKS and (meter := CHECKS[name].meter) is not None:
-                option = ".model=FOLDER" if meter.name == ALIGNER else "={}"
+                option = ".model=FOLDER" if meter.name in (ALIGNER, "voice") else "={}"
                 raise invalid(message, f"Add its meter with `--qa-set meters.{meter.name}{option}`.")
             raise invalid(message, f"The scores of these checks are: {', '.join(sorted(scores))}.")
 

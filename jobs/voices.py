@@ -305,8 +305,10 @@ def read_pool(
         elif path.suffix in (".csv", ".tsv") or os.sep in str(which):
             raise _UnusableError("there is no such folder or file")
         else:
-            named = (one.partition("=") for one in str(which).split(","))
-            rows = (("", name.strip(), weight.strip() or "1", None, "") for name, _, weight in named)
+            rows = (
+                ("", name.strip(), weight.strip() or "1", None, "")
+                for name, _, weight in (one.partition("=") for one in str(which).split(","))
+            )
         for where, name, weight, audio, text in rows:
             if name != name.strip() or printable(name, MAX_NAME_CHARACTERS) != name or not name:
                 reason = f"'{printable(name, 80)}' cannot be the name of a voice: it must have 1 to {MAX_NAME_CHARACTERS} visible characters, without a space at an end"

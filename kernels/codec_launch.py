@@ -3,7 +3,7 @@ codec's ops on a GPU."""
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -96,15 +96,11 @@ def _tiles(tensor: Tensor, *block: int) -> Any:
     return TensorDescriptor.from_tensor(tensor, list(block))
 
 
-@cache
-def _has_tma(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
-
-
 def _chosen_tile(kind: str, a: Tensor, lead: int, columns: int, taps: int) -> Tile | None:
     if a.dtype != torch.bfloat16:
         return None
-    return tile_for(Shape(kind, a.shape[2], columns, taps), a.shape[1] - lead, _has_tma(a.device))
+    has_tma = torch.cuda.get_device_capability(a.device) >= (9, 0)
+    return tile_for(Shape(kind, a.shape[2], columns, taps), a.shape[1] - lead, has_tma)
 
 
 def _place(active: Tensor | None, active_lead: int) -> tuple[Tensor | None, int]:

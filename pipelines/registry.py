@@ -111,7 +111,8 @@ class Family:
     #: Whether it has a module `prompt` with `open_frontend(folder) -> Frontend`, which imports no torch. If
     #: so, its pipeline takes prepared requests.
     frontend: bool = False
-    #: Whether it has a module `speaker` with `open_speaker_encoder(folder, device) -> SpeakerVector`.
+    #: Whether it has a module `speaker` with `open_speaker_encoder(folder, device) -> SpeakerVector`, for models that
+    #: clone.
     encodes_speakers: bool = False
     #: The class in its module `vllm_model` that runs its LM on vLLM; empty: vLLM has the class itself, or
     #: does not run this family.
@@ -266,16 +267,16 @@ def open_decoder(model: str, **options: Any) -> StageDecoder:
     return decoder(**options)
 
 
-def open_speaker_encoder(model: str, device: str) -> SpeakerVector:
-    """Loads the speaker encoder of a checkpoint folder alone; raises like `open_pipeline`, and `config.invalid` for
-    one without it."""
+def speaker_encoder(model: str) -> Callable[[str], SpeakerVector]:
+    """Opens the speaker encoder of a checkpoint folder alone, on a device. Raises `ModelError`, also for a model
+    without one (`model.bad_checkpoint`)."""
     folder = _folder(model)
     family = recognise(folder, FAMILIES)
-    if family.encodes_speakers and (
-        vector := family.call(".speaker", "open_speaker_encoder", folder, device)
-    ):
-        return vector
-    raise invalid(f"The model {_short(model)} has no speaker encoder.", "Name one that clones voices.")
+    if family.encodes_speakers and describe(model).capabilities.cloning:
+        return partial(family.call, ".speaker", "open_speaker_encoder", folder)
+    raise bad_checkpoint(
+        f"The model {_short(model)} has no speaker encoder.", "Name the folder of one that clones."
+    )
 
 
 def model_names() -> list[str]:

@@ -229,7 +229,7 @@ class Streamer(Receiver):
             if self._buffer:
                 self._decode_buffered(len(self._buffer))
             if self.looks_ahead:
-                self.decode(np.zeros((0, whole.codes.shape[1]), np.int64))
+                self.decode(np.zeros((0, whole.codes.shape[1]), np.int64), deadline=self._chunks)
             self._end = Done(self._info.speech(NO_SAMPLES, whole._replace(text_out=None)))
         self._part_ended()
 
@@ -248,8 +248,9 @@ class Streamer(Receiver):
     def _decode_buffered(self, size: int) -> None:
         codes = np.stack(self._buffer[:size])
         self._buffer = self._buffer[size:]
+        # Streams with fewer chunks come first; the first chunk of one is due at once.
+        self.decode(codes, deadline=self._chunks)
         self._chunks += 1
-        self.decode(codes)
 
     def _decoded(self, outcome: Samples | NightjarError) -> None:
         if isinstance(outcome, NightjarError):

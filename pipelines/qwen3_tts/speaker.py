@@ -32,7 +32,14 @@ from pipelines.codec.states import CodecState
 from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource, device_name, type_name
 from pipelines.qwen3_tts.codec import USAGE_FLOOR, Codec
 from pipelines.qwen3_tts.config import CodecConfig, CodecEncoderConfig, Qwen3TTSConfig, SpeakerEncoderConfig
-from pipelines.recording import KEPT_BYTES, Reading, Recording, RecordingCache, RecordingFiles
+from pipelines.recording import (
+    KEPT_BYTES,
+    MAX_REFERENCE_SECONDS,
+    Reading,
+    Recording,
+    RecordingCache,
+    RecordingFiles,
+)
 from pipelines.request import IntArray, Samples, SpeakerVector
 
 N_FFT = 1024
@@ -183,18 +190,15 @@ class SpeakerEncoder:
         return self._fc(torch.cat(_statistics(x, shares), dim=1)).squeeze(2)
 
 
-def open_speaker_encoder(folder: Path, device: str) -> SpeakerVector | None:
-    """See `pipelines.registry.open_speaker_encoder`; None: the checkpoint has none."""
+def open_speaker_encoder(folder: Path, device: str) -> SpeakerVector:
+    """Loads the speaker encoder of a Base checkpoint alone. It hears the first minute of speech."""
     config = Qwen3TTSConfig.from_folder(folder)
-    if not config.clones:
-        return None
     with Checkpoint(folder) as checkpoint:
         encoder = SpeakerEncoder(config.speaker_encoder, checkpoint, device)
 
     def vector(samples: Samples, sample_rate: int) -> Samples:
-        (made,) = encoder.embed(
-            torch.from_numpy(resample(samples, sample_rate, encoder.config.sample_rate))[None]
-        )
+        heard = samples[: int(MAX_REFERENCE_SECONDS * sample_rate)]
+        (made,) = encoder.embed(torch.tensor(resample(heard, sample_rate, encoder.config.sample_rate))[None])
         return (made / made.norm()).numpy(force=True)
 
     return vector

@@ -25,7 +25,7 @@ from jobs.checks import ALIGNER, ENTRY_POINT_GROUP, METERS, Bound, Option, known
 from pipelines.audio import decode, longest_pause
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.languages import language_code
-from pipelines.registry import describe, open_speaker_encoder
+from pipelines.registry import speaker_encoder
 from pipelines.request import SpeakerVector, Word
 from pipelines.text_units import has_words
 
@@ -397,21 +397,23 @@ class DnsMosMeter:
         return {"dnsmos": (float(np.mean(self.OVERALL(np.array(overall)))), "")}
 
 
+@dataclass
 class SpeakerMeter:
     """The cosine of the voice vectors of the speech and of the cloned reference. Items without a reference have no
     score."""
 
-    def __init__(self, score: str, vector: SpeakerVector) -> None:
-        self._score = score
-        self._vector = vector
+    score: str
+    vector: SpeakerVector
+
+    def __post_init__(self) -> None:
         # Consecutive draws often clone the same voice.
-        self._voice_of = lru_cache(maxsize=1)(lambda reference: vector(*decode(reference)))
+        self._voice_of = lru_cache(maxsize=1)(lambda reference: self.vector(*decode(reference)))
 
     def measure(self, utterance: Utterance) -> Readings:
         if utterance.reference is None:
             return {}
-        voice = self._vector(utterance.samples, utterance.sample_rate)
-        return {self._score: (float(np.dot(voice, self._voice_of(utterance.reference))), "")}
+        voice = self.vector(utterance.samples, utterance.sample_rate)
+        return {self.score: (float(np.dot(voice, self._voice_of(utterance.reference))), "")}
 
 
 def _open_speaker(device: str = "auto", threads: int = 1) -> Meter:
@@ -441,7 +443,7 @@ BUILT_IN: dict[str, Callable[..., Meter]] = {
     "dnsmos": DnsMosMeter,
     "speaker": _open_speaker,
     "voice": lambda model, device="auto", threads=1: SpeakerMeter(
-        "voice_similarity", open_speaker_encoder(model, torch_device(device, threads))
+        "voice_similarity", speaker_encoder(model)(torch_device(device, threads))
     ),
     ALIGNER: lambda **options: import_module("worker.quality.aligner").CtcMeter(hears=False, **options),
 }
@@ -510,4 +512,4 @@ def check_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) ->
         except ImportError as error:
             raise _missing_library("asr", error) from error
     if "voice" in meters:
-        describe(str(meters["voice"].get("model")))
+        speaker_encoder(str(meters["voice"].get("model", "FOLDER")))

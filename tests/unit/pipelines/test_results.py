@@ -218,6 +218,33 @@ def test_a_stream_comes_in_chunks_from_a_state_that_may_come_late(
     assert not host.cancelled
 
 
+class NotingStage(CodecStage):
+    """A stage that notes the deadlines of chunks."""
+
+    def __init__(self) -> None:
+        super().__init__(Ramp())
+        self.deadlines: list[float] = []
+        decode_chunk = self.decode_chunk
+
+        def noted(codes: Any, done: Any, state: Any, last: bool, deadline: float) -> None:
+            self.deadlines.append(deadline)
+            decode_chunk(codes, done, state, last, deadline)
+
+        self.decode_chunk = noted
+
+
+def test_only_the_first_chunk_of_a_stream_is_due_at_once(host: Host) -> None:
+    stage = NotingStage()
+    pipeline = Pipeline(host, stage, Chunks)
+    host.play = say([1, 2, 3, 4, 5, 6])
+    list(stream(pipeline, REQUEST))
+    first, *later = stage.deadlines
+    assert first == 0
+    assert len(later) == 3
+    assert min(later) > 0
+    pipeline.close()
+
+
 def test_a_stream_that_ends_before_it_was_let_in_is_not_cancelled(host: Host, pipeline: Pipeline) -> None:
     def play(receiver: Any) -> None:
         before = pipeline.stats().audio_seconds

@@ -21,7 +21,14 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
-from jobs.checks import ENTRY_POINT_GROUP, METERS, missing_libraries, missing_libraries_error, missing_weights
+from jobs.checks import (
+    ENTRY_POINT_GROUP,
+    METERS,
+    missing_libraries,
+    missing_libraries_error,
+    missing_weights,
+    quality_of,
+)
 from pipelines.audio import encode
 from pipelines.errors import ConfigError, ErrorCode, ModelError, NightjarError
 from pipelines.request import Message, Speech, SynthesisRequest, submit
@@ -498,15 +505,42 @@ class TestVoice:
         assert self.similarity("ref_a_24k_mono.wav", "ref_a_24k_mono.wav") == pytest.approx(1, abs=1e-6)
 
     @pytest.mark.parametrize("folder", ["qwen3_tts/checkpoint-custom", "spark/checkpoint"])
-    def test_a_checkpoint_without_a_speaker_encoder_is_refused(self, folder: str) -> None:
-        with pytest.raises(ConfigError, match="has no speaker encoder") as refused:
-            open_meter("voice", {"model": str(whole(QWEN3.parent / folder)), "device": "cpu"})
-        assert refused.value.code is ErrorCode.CONFIG_INVALID
+    def test_a_checkpoint_without_a_speaker_encoder_is_refused_before_the_job(self, folder: str) -> None:
+        meters = {"voice": {"model": str(whole(QWEN3.parent / folder))}}
+        for refuse in (
+            lambda: check_weights(meters, fetch=False),
+            lambda: open_meter("voice", meters["voice"]),
+        ):
+            with pytest.raises(ModelError, match="has no speaker encoder") as refused:
+                refuse()
+            assert refused.value.code is ErrorCode.MODEL_BAD_CHECKPOINT
 
-    def test_a_folder_that_is_missing_is_refused_before_the_job(self) -> None:
-        with pytest.raises(ModelError) as refused:
-            check_weights({"voice": {"model": "/no/such/folder"}}, fetch=False)
+    @pytest.mark.parametrize("options", [{"model": "/no/such/folder"}, {"model": "hibari"}, {}])
+    def test_a_folder_that_is_missing_is_refused_before_the_job(self, options: dict[str, str]) -> None:
+        with pytest.raises(ModelError, match="no readable folder") as refused:
+            check_weights({"voice": options}, fetch=False)
         assert refused.value.code is ErrorCode.MODEL_UNKNOWN
+        refused_by_jobs = missing_weights({"voice": options}, fetch=False)
+        assert refused_by_jobs is not None
+        assert refused_by_jobs.code is ErrorCode.MODEL_UNKNOWN
+
+    def test_its_option_is_named(self) -> None:
         with pytest.raises(ModelError, match="'model'") as refused:
             open_meter("voice", {})
         assert refused.value.code is ErrorCode.MODEL_BAD_CHECKPOINT
+        with pytest.raises(ConfigError) as unmeasured:
+            quality_of("basic", None, ["bounds.voice_similarity.low=0.5"])
+        assert "--qa-set meters.voice.model=FOLDER" in unmeasured.value.advice
+
+    def test_it_hears_the_first_minute_of_samples_that_cannot_be_changed(
+        self, recwarn: pytest.WarningsRecorder
+    ) -> None:
+        meter = open_meter("voice", {"model": str(whole(QWEN3 / "checkpoint-base")), "device": "cpu"})
+        samples, rate = soundfile.read(QWEN3 / "refs" / "ref_a_24k_mono.wav", dtype="float32")
+        minute, reference = np.resize(samples, 60 * rate), encode(samples, rate, "wav")
+        found = []
+        for speech in (minute, np.concatenate((minute, np.zeros(5 * rate, np.float32)))):
+            speech.flags.writeable = False
+            found.append(meter.measure(Utterance(speech, rate, "", reference=reference)))
+        assert found[0] == found[1]
+        assert not [one for one in recwarn if "not writable" in str(one.message)]
