@@ -253,8 +253,9 @@ class FolderDestination(Destination):
     a rename."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(FolderStore(folder), str(folder), folder / RECORDS / "scratch")
-        self._folder = folder
+        # The store's paths have no `..`, which means another folder behind a link.
+        self._folder = Path(os.path.realpath(folder))
+        super().__init__(FolderStore(self._folder), str(folder), self._folder / RECORDS / "scratch")
 
     def empty_scratch(self) -> None:
         """Empties the scratch folder. Raises `config.invalid` if it has files that are not from a stopped

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
@@ -66,7 +66,7 @@ class Transaction(NamedTuple):
 
     def rows(self, statement: str, **values: object) -> list[Row]:
         cursor = self._run(statement, values)
-        named = _row_type(*(column[0] for column in cursor.description))
+        named = _row_type(tuple(column[0] for column in cursor.description))
         return [named(*row) for row in cursor]
 
     def row(self, statement: str, **values: object) -> Row | None:
@@ -166,9 +166,8 @@ def read_with_driver(url: str, work: Callable[[Transaction], T]) -> T | None:
     return None
 
 
-@lru_cache(maxsize=64)
-def _row_type(*names: str) -> Callable[..., Row]:
-    return namedtuple("Row", names, rename=True)
+#: The type of rows with these names of columns.
+_row_type = lru_cache(maxsize=64)(partial(namedtuple, "Row", rename=True))
 
 
 def connect_sqlite(path: Path) -> sqlite3.Connection:

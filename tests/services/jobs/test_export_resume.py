@@ -94,6 +94,22 @@ def test_the_same_bytes_stopped_or_not(finished: Finished, format: str) -> None:
     assert len(redone) < len(planned) or len(redone) == 1
 
 
+def test_a_path_with_two_dots_behind_a_link_is_the_folder_that_the_system_opens(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "far" / "a").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("far/a")
+    other = tmp_path / "set" / "README.md"
+    other.parent.mkdir()
+    other.write_text("precious")
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert run(finished, "webdataset", Path("link/../set")) == 20
+        assert {"export.json", "README.md"} < contents(tmp_path / "far" / "set").keys()
+    assert [path.name for path in other.parent.iterdir()] == ["README.md"]
+    assert other.read_text() == "precious"
+
+
 def test_export_json_names_every_file_with_its_hash(finished: Finished) -> None:
     to = finished.folder / "to"
     run(finished, "webdataset", to)
