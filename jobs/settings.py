@@ -304,7 +304,8 @@ class Settings(SettingsGroup):
             )
         if info.field_name == "store_url" and is_address(text) and "://" not in text:
             raise ValueError("an address has two slashes, such as s3://BUCKET/PREFIX")
-        return value
+        # `..` after a link is the parent of its target.
+        return os.path.realpath(text) if ".." in text.split("/") and not is_address(text) else value
 
     @field_validator("database_url", "broker_url")
     @classmethod

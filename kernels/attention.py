@@ -126,8 +126,7 @@ def _attend(
     grouped = q.reshape(k.shape[0], -1, head_dim)
     scores = torch.matmul(grouped, k.transpose(1, 2)).float() * scale
     if seen is not None:
-        groups = heads // k.shape[0]
-        scores = scores.masked_fill(~seen.repeat(groups, 1), float("-inf"))
+        scores = scores.masked_fill(~seen.repeat(heads // k.shape[0], 1), float("-inf"))
     return torch.matmul(scores.softmax(-1).to(v.dtype), v).reshape(heads, rows, head_dim)
 
 

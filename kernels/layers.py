@@ -68,8 +68,7 @@ def qk_norm_rope_append(
     page_size, head_dim] of one layer; returns [n, heads, head_dim].
     """
     kv_heads = k_cache.shape[1]
-    head_dim = k_cache.shape[3]
-    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    heads = qkv.view(qkv.shape[0], -1, k_cache.shape[3])
     q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     if layer.q_norm is not None and layer.k_norm is not None:
         q = rms_norm(q, layer.q_norm, stack.eps)

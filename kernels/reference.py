@@ -156,8 +156,7 @@ def draw_first(
     warm = torch.full_like(temperature, RETRY_TEMPERATURE)
     wide = torch.full_like(top_p, RETRY_TOP_P)
     flags = DrawFlags(flags.max_top_k, any_top_p=True, all_greedy=False)
-    retry = (warm, top_k, wide, greedy)
-    again = sample(processed, noise[:, -1], retry, flags, rules.nucleus_first)
+    again = sample(processed, noise[:, -1], (warm, top_k, wide, greedy), flags, rules.nucleus_first)
     return torch.where((state.recent[rows] == drawn[:, None]).any(-1), again, drawn)
 
 

@@ -170,8 +170,7 @@ class Voice:
         ):
             return messages, generation
         # Read now, because a voice may have been added after the model was opened.
-        stored = JobVoices(self.card, voice_folder(load_settings()))
-        voice = stored.get(asked)
+        voice = JobVoices(self.card, voice_folder(load_settings())).get(asked)
         if len(messages) > 1:
             raise unsupported(
                 f"The voice {asked!r} has its own recording, and `reference` is another one.",

@@ -337,8 +337,7 @@ class TransformerLayer:
         weights = self.weights
         shape = self.shape
         split = (-1, self.shape.head_dim)
-        projected = linear(rms_norm(x, weights.input_norm, shape.eps), weights.qkv)
-        heads = projected.unflatten(-1, split)
+        heads = linear(rms_norm(x, weights.input_norm, shape.eps), weights.qkv).unflatten(-1, split)
         query, key, value = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=2)
         query, key = (rope(one, turns, turns.dtype != x.dtype) for one in (query, key))
         if past is not None:

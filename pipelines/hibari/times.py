@@ -120,8 +120,7 @@ def read_as(written: Sequence[str], read: Sequence[str]) -> list[int]:
             is_same = spoken[begin : begin + 1] == [key]
             for count in range(min(_MAX_READ, len(spoken) - begin) + 1):
                 others = 2 * abs(count - 1) if is_same else count
-                cost_here = cost + others + count * count * _EVEN
-                way = cost_here, begin + count, begin, before
+                way = cost + others + count * count * _EVEN, begin + count, begin, before
                 after[begin + count] = min(way, after.get(begin + count, way))
         ways = after
     owners = [number * len(keys) // len(spoken) for number in range(len(spoken))]

@@ -221,8 +221,7 @@ def _delayed(conv: Conv, x: Tensor, frames: Tensor) -> Tensor:
 def _statistics(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted mean and standard deviation over the steps: x [B, C, T] -> [B, C, 1] each."""
     mean = (weights * x).sum(2, keepdim=True)
-    square = (weights * (x - mean).square()).sum(2, keepdim=True)
-    return mean, square.clamp(min=STATISTICS_FLOOR).sqrt()
+    return mean, (weights * (x - mean).square()).sum(2, keepdim=True).clamp(min=STATISTICS_FLOOR).sqrt()
 
 
 class EncoderLayer:
@@ -369,8 +368,7 @@ def _encoder_layers(load: Loader, sizes: CodecEncoderConfig) -> list[Layer]:
         layers.append(_conv(load, f"{place + 1}.conv", 2 * width, width, 2 * ratio, stride=ratio))
         width = 2 * width
         place = place + 2
-    last = _conv(load, f"{place + 1}.conv", sizes.hidden_size, width, sizes.last_kernel_size)
-    return [*layers, last]
+    return [*layers, _conv(load, f"{place + 1}.conv", sizes.hidden_size, width, sizes.last_kernel_size)]
 
 
 def _convolved(x: Tensor, ends: Tensor, layers: Iterable[Layer]) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,17 @@ def test_defaults_live_in_the_home(tmp_path: Path) -> None:
     assert settings.origin("home") == "default"
 
 
+def test_two_dots_after_a_link_lead_to_the_parent_of_its_target(tmp_path: Path) -> None:
+    (tmp_path / "real" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real/deep")
+    settings = load_settings(home="link/../o", store_url="link/../s")
+    assert settings.home == tmp_path / "real" / "o"
+    assert settings.effective_store_url == str(tmp_path / "real" / "s")
+    address = "s3://bucket/a/../b"
+    assert load_settings(store_url=address).effective_store_url == address
+    assert load_settings(home="link").home == Path("link")
+
+
 def test_a_file_is_utf_8_whatever_the_locale_is(tmp_path: Path) -> None:
     (tmp_path / "nightjar.toml").write_text('store_url = "höme"\n', "utf-8")
     code = "from jobs.settings import load_settings; print(ascii(load_settings().store_url))"
