@@ -103,7 +103,7 @@ class AdmissionQueue:
                 waiter.set_result(None)
 
     def _refusal(self) -> ApiError:
-        seconds = str(min(max(math.ceil(self._expected_seconds()), 1), _MAX_RETRY_SECONDS))
+        seconds = str(min(math.ceil(self._expected_seconds()), _MAX_RETRY_SECONDS))
         return ApiError(
             429,
             f"All {self.slots} slots are taken and {len(self._queue)} requests wait. Try again after {seconds} s.",

@@ -9,6 +9,7 @@ import io
 import json
 import socket
 import threading
+import time
 import wave
 from contextlib import suppress
 
@@ -111,6 +112,41 @@ def test_a_slot_is_free_when_the_last_one_lets_go() -> None:
         assert gate.running == 0
 
     asyncio.run(play())
+
+
+def test_a_slot_that_was_given_to_a_client_that_leaves_goes_to_the_next() -> None:
+    async def play() -> None:
+        gate = AdmissionQueue(slots=1, waiting_room=2)
+        first, second, third = await asked(gate, 3)
+        first.result().release()
+        # The slot is its own already.
+        second.cancel()
+        await turned()
+        assert (third.done(), gate.running, gate.waiting) == (True, 1, 0)
+
+    asyncio.run(play())
+
+
+def test_a_connection_ends_once_and_the_time_of_waiting_is_told() -> None:
+    async def play() -> None:
+        waited = list[float]()
+        gate = AdmissionQueue(slots=1, waiting_room=0, admitted=waited.append)
+        permit = await gate.admit(since=time.monotonic() - 5)
+        assert 5 <= waited[0] < 60
+        permit.hold()
+        permit.disconnect()
+        permit.disconnect()
+        assert gate.running == 1
+        permit.release()
+        assert gate.running == 0
+
+    asyncio.run(play())
+
+
+def test_a_closed_gate_lets_the_next_part_of_a_request_in() -> None:
+    gate = AdmissionQueue(slots=1, waiting_room=0, closed=True)
+    asyncio.run(gate.admit(continuing=True))
+    assert gate.running == 1
 
 
 def test_random_comings_and_goings_leave_no_slot_taken() -> None:
