@@ -57,9 +57,10 @@ from pipelines.fish_speech.model import take_weights as take_fish
 from pipelines.options import TokenModelOptions
 from pipelines.request import Done, Event, Failed, Generation, Message, Pipeline, SynthesisRequest, submit
 from pipelines.results import Receiver
+from pipelines.spark_tts import language_model as spark_lm
 from pipelines.spark_tts import pipeline as spark_pipeline
 from pipelines.spark_tts.config import LLM
-from pipelines.spark_tts.language_model import Drawable, SparkModel, sized
+from pipelines.spark_tts.language_model import Drawable, SparkModel
 from pipelines.spark_tts.language_model import take_weights as take_spark
 from pipelines.spark_tts.reference import ReferenceEncoder
 from pipelines.speechlm.lm import Script, StreamSampling, model_spec
@@ -159,7 +160,14 @@ class Spark(Dummy):
         return model, MemoryNeeds(0, 12 * (self.drawable.rows + 2 * lm.intermediate), page, 250_000)
 
     def sizes(self, needs: MemoryNeeds, slots: int, streams: int) -> EngineOptions:
-        return sized(super().sizes(needs, slots, streams), self.bench.device)
+        sizes = super().sizes(needs, slots, streams)
+        turn = spark_lm._TOKENS_PER_TURN if self.bench.on_gpu else sizes.frames_per_turn
+        return replace(
+            sizes,
+            chunk_frames=spark_lm.CHUNK_TOKENS,
+            first_frames=spark_lm.FIRST_TOKENS,
+            frames_per_turn=turn,
+        )
 
     def stage(self) -> Any:
         return spark_pipeline.open_stage(self.parts.codec)

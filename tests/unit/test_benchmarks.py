@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import benchmarks
 from benchmarks.clients import HttpConnection, first_audible
 from benchmarks.common import GpuReading, Use, energy
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in Path(benchmarks.__file__).parent.glob("*.py")))
+def test_the_modules_of_benchmarks_use_what_the_product_has(name: str) -> None:
+    import_module(f"benchmarks.{name}")
 
 
 def test_speech_is_audible_from_two_loud_frames_on() -> None:
