@@ -89,7 +89,8 @@ class Columns:
         for field in FIELDS:
             usual = (wanted[field],) if field in wanted else _USUAL_NAMES.get(field, (field,))
             found = [name for name in usual if name in names]
-            if found and not (field == "example_id" and "id" in wanted):
+            # Without a choice by speaker, the name of a speaker is metadata alone.
+            if found and (voice_of or field != "speaker") and not (field == "example_id" and "id" in wanted):
                 self.of[field] = found[0]
         self.chat = "text" not in self.of and "messages" in names
         if self.chat:

@@ -58,8 +58,7 @@ def run_locally(
     with full_disk_explained(settings.home), EmbeddedHome(settings, devices) as embedded:
         stop.kill = embedded.kill
         # The workers start first, since that and opening a model take longer than reading most inputs.
-        is_native = settings.chosen_engine(spec.card) == "native"
-        embedded.prepare(spec.spec, spec.card.family if is_native else "")
+        embedded.prepare(spec.spec, spec.card.family if settings.chosen_engine(spec.card) == "native" else "")
         from jobs.ingest import submit
         from jobs.notification import say_ends
 

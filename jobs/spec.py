@@ -186,7 +186,10 @@ def _check_format(format: AskedFormat, spec: JobSpec) -> None:
     chosen = spec.reading or ALL
     tables = ("auto", *TABLES)
     if chosen.columns and format not in tables:
-        raise invalid("This input is not a table, and has no columns.", "Leave --column out.")
+        raise invalid(
+            "This input is not a table, and has no columns.",
+            "For rows of JSON give --input-format rows, else leave --column out.",
+        )
     if (chosen.voices or (spec.pool and spec.pool.by_speaker)) and format not in (*tables, "kaldi"):
         raise invalid(
             "This input names no speakers.",

@@ -479,7 +479,10 @@ class VoiceDraws:
                 cloned.add(role)
         voices = {role: one.voice for role, one in (own.roles or {}).items() if one.voice is not None}
         drawn: dict[SpokenRole, str] = {}
-        for role in sorted(characters.keys() - voices.keys() - cloned):
+        # The longest text first, so that with `balance` it goes to the voice with the least text.
+        for role in sorted(
+            characters.keys() - voices.keys() - cloned, key=lambda one: (-characters[one], one)
+        ):
             other = next(iter((voices | drawn).values()), None)
             drawn[role] = self.of(dialogue.example_id, role, characters=characters[role], other=other)
         return _with_voices(line, dialogue, drawn) if drawn else record

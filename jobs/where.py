@@ -50,8 +50,7 @@ class Comparison(NamedTuple):
 
     def __str__(self) -> str:
         name = self.name if _PLAIN_NAME.fullmatch(self.name) and self.name not in _WORDS else repr(self.name)
-        number = repr(self.value)
-        return f"{name} {self.operator} {number.removesuffix('.0')}"
+        return f"{name} {self.operator} {repr(self.value).removesuffix('.0')}"
 
 
 class Conditions(NamedTuple):

@@ -91,10 +91,9 @@ def plan_workers(settings: Settings, devices: Sequence[Device] | None) -> list[W
     """One worker for each device, or one without a choice of device."""
     if devices is None:
         return [WorkerPlan()]
-    shares = share_cores([device.bus_id for device in devices])
     first = settings.worker.metrics_port
     ports = repeat(None) if first is None else count(first)
-    return list(map(WorkerPlan, devices, shares, ports))
+    return list(map(WorkerPlan, devices, share_cores([device.bus_id for device in devices]), ports))
 
 
 @dataclass(slots=True)
@@ -279,25 +278,27 @@ class WorkerGroup:
         first, longest = self.pauses
         pause_seconds = min(first * 2**member.crashes, longest)
         member.restart_at = now + pause_seconds
-        details = {
-            "gpu": member.plan.gpu,
-            "status": member.status,
-            "came_up": member.came_up,
-            "restart_seconds": round(pause_seconds, 2),
-            "last_message": member.last_message,
-        }
-        self.on_event("warning", "worker ended", details)
+        self.on_event(
+            "warning",
+            "worker ended",
+            {
+                "gpu": member.plan.gpu,
+                "status": member.status,
+                "came_up": member.came_up,
+                "restart_seconds": round(pause_seconds, 2),
+                "last_message": member.last_message,
+            },
+        )
 
     def _quarantine(self, member: Member, now: float) -> None:
         member.quarantined = True
         seconds = self.settings.times.quarantine_seconds
         member.restart_at = now + seconds
-        again = f"It is quarantined and restarted every {seconds_text(seconds)}."
         gpu = member.plan.gpu
         advice = "" if member.refusal is not None else " See its last message and its log."
         if advice and gpu is not None:
             advice += f" If `nvidia-smi` reports an error of GPU {gpu}, reset the GPU or restart the host. Until then, omit it from --gpu."
-        member.reason = f"{member} {again}{advice}"
+        member.reason = f"{member} It is quarantined and restarted every {seconds_text(seconds)}.{advice}"
         details = {"status": member.status, "retry_seconds": seconds}
         self.on_event("error", "worker quarantined", {"gpu": gpu, **details, "reason": member.reason})
 

@@ -103,8 +103,7 @@ def process_first(
     wide = torch.where(seen, torch.where(wide > 0, wide / factor, wide * factor), wide)
     token = torch.arange(wide.shape[1], device=wide.device)
     is_end = is_one_of(token, ends)
-    banned = (token >= suppress_from) & ~is_end
-    return wide.masked_fill(banned | (is_end & ban_end[:, None]), _NEVER)
+    return wide.masked_fill(((token >= suppress_from) & ~is_end) | (is_end & ban_end[:, None]), _NEVER)
 
 
 def log_probability(logits: Tensor, drawn: Tensor, ends: Sequence[int], suppress_from: int) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from jobs.columns import Columns, row_converter
+from jobs.columns import Columns, json_value, row_converter
 from jobs.dialogue import VoiceOf, chat_dialogue, chosen_id, row_dialogue
 from jobs.formatting import printable
 from jobs.input_records import ROWS, bytes_columns, cells_of, left_out_note, supervision_rows
@@ -107,7 +107,7 @@ def _rows(records: Any, chosen: Reading, left_out: set[str]) -> Iterator[Any]:
     if schema is not None:
         left_out.update(bytes_columns(schema))
         names = [name for name in schema.names if name not in left_out]
-        if "messages" not in names:
+        if "messages" not in names or "text" in {*names, *(chosen.columns or ())}:
             names = Columns(schema.names, chosen, "", None, left_out).names
         for cell in cells_of(batches(names)):
             yield {name: cell(name) for name in names}
@@ -183,6 +183,7 @@ def _dialogue(
             "`messages` is not a list of messages.",
             "Write them as [role, modality, content], or as mappings with `role` and `content`.",
         )
+    record = json_value(record)
     if messages and isinstance(messages[0], Mapping):
         return chat_dialogue(_encode(record), number)
     named = chosen_id(record.get("example_id"), record.get("id"))

@@ -58,8 +58,7 @@ def run(
         raise error
     devices = None if gpu is None else choose_gpus(str(gpu))
     thread = LocalThread(partial(run_locally, settings, path, resolved, submitted, devices), quiet=quiet)
-    job = thread.until_submitted()
-    return Job(job.id, settings, thread, quiet=quiet)
+    return Job(thread.until_submitted().id, settings, thread, quiet=quiet)
 
 
 def submit(

@@ -200,8 +200,7 @@ class Speech:
     @property
     def sample_count(self) -> int:
         """The number of samples, also of speech that has only codes."""
-        frames = 0 if self.codes is None else len(self.codes)
-        return len(self.samples) or frames * self.frame_samples
+        return len(self.samples) or (0 if self.codes is None else len(self.codes)) * self.frame_samples
 
     @property
     def duration_ms(self) -> int:

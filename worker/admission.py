@@ -104,8 +104,7 @@ class Demand:
         if writing < MAX_WRITING_ITEMS:
             reserve = max(slots, min(RESERVE_ITEMS, math.ceil(self._speed(answered) * RESERVE_SECONDS)))
             missing = slots + reserve - open_items - unclaimed * typical
-        more = math.ceil(max(0, missing) / typical)
-        return min(MAX_SHARDS, max(held + more, 1))
+        return min(MAX_SHARDS, max(held + math.ceil(max(0, missing) / typical), 1))
 
     def taken(self) -> None:
         """Counts a message that was taken."""

@@ -128,11 +128,14 @@ def check_job(found: FoundJob, quality: Quality, pool: MeterPool, say: Callable[
     renew_manifest(ledger, found.store, job.id)
     result = check.result
     if result.known:
-        say(f"Already measured, so the verdict stays: {counted(result.known, 'item')}.")
+        say(
+            f"Already measured, accepted, or kept after a failure, so the verdict stays: {counted(result.known, 'item')}."
+        )
     if result.left:
         codes = ", ".join(f"{code.value}: {count}" for code, count in result.left.items())
-        advice = f"Make lost audio again with `nightjar verify {job.id} --repair`, and repeat the check."
-        say(f"Not measured: {counted(result.left.total(), 'item')} ({codes}). {advice}")
+        say(
+            f"Not measured: {counted(result.left.total(), 'item')} ({codes}). Make lost audio again with `nightjar verify {job.id} --repair`, and repeat the check."
+        )
     result.measured = ledger.read(measured_items, job, quality)
     return result
 

@@ -394,6 +394,8 @@ def check_exports(settings: Settings, names: Collection[str]) -> None:
                 elif is_remote(place):
                     raise invalid("A report is one local file.", "")
             except ConfigError as error:
-                reason = f"The schedule {name!r} cannot export {wanted[:40]}: {error.message}"
-                advice = f"{error.advice} Omit it, or change `export_to` or the store."
-                raise ConfigError(error.code, reason, advice.lstrip()) from error
+                raise ConfigError(
+                    error.code,
+                    f"The schedule {name!r} cannot export {wanted[:40]}: {error.message}",
+                    f"{error.advice} Omit it, or change `export_to` or the store.".lstrip(),
+                ) from error

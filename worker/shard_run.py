@@ -394,8 +394,7 @@ class ShardRun:
     @property
     def abandoned(self) -> bool:
         """Whether outcomes are no longer needed."""
-        ended = self._closed or self._error is not None
-        return ended or self.held.gone not in (None, "drained")
+        return self._closed or self._error is not None or self.held.gone not in (None, "drained")
 
     @property
     def _over(self) -> bool:

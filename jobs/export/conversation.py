@@ -112,7 +112,12 @@ class Sounds(NamedTuple):
                 rate = item.artifact.sample_rate
                 role = item_metadata(item.job, item).role
                 if name:
-                    gap = self.gaps.drawn(item.job.spec.seed, item.example_id, item.message_index or 0)
+                    # A dataset of several jobs puts the job's id before that of the example.
+                    gap = self.gaps.drawn(
+                        item.job.spec.seed,
+                        item.example_id.removeprefix(f"{item.job.id}-"),
+                        item.message_index or 0,
+                    )
                     first = max(first, ends[role], max(ends.values()) + round(gap * rate))
                 name = name or item.name
                 ends[role] = first + item.artifact.samples

@@ -95,8 +95,7 @@ class PackedPrefills:
         left = list[PrefillRun]()
         for group in self._groups(runs):
             # If a group is left, later groups are left too, since they may hold later pieces of its last run.
-            positions = sum(len(run.embeddings) for run in group)
-            wanted = _shortest(self.rows.sizes, positions, len(group))
+            wanted = _shortest(self.rows.sizes, sum(len(run.embeddings) for run in group), len(group))
             size = None if left else self.rows.choose(wanted, self._row)
             if size is None:
                 left += group

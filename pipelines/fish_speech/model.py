@@ -111,8 +111,7 @@ def take_fast(load: Loader, config: FishConfig) -> FastWeights:
     fast = config.fast
     project = None
     if fast.hidden != slow:
-        other = f"{FAST}fast_project_in.weight" in load.source
-        name = "fast_project_in" if other else "project_in"
+        name = "fast_project_in" if f"{FAST}fast_project_in.weight" in load.source else "project_in"
         project = load(f"{name}.weight", fast.hidden, slow), load(f"{name}.bias", fast.hidden)
     return FastWeights(
         take_stack(load, fast),

@@ -79,8 +79,7 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
     def frame_tensors(self) -> FrameTensors:
         """The tensors of a frame after the slow AR's last layer."""
         slow = self.fish.slow
-        last = cast("nn.Module", self.model.norm)
-        norm = cast("Tensor", last.weight).data
+        norm = cast("Tensor", cast("nn.Module", self.model.norm).weight).data
         scale = slow.head_dim**-0.5
         backbone = StackTensors(
             (), norm, norm.new_zeros(1, slow.head_dim), slow.heads, slow.kv_heads, slow.eps, scale

@@ -225,8 +225,7 @@ class ServedModel:
     def state(self) -> Literal["ready", "starting", "broken", "stuck"]:
         """The state of the engine; `stuck` if it is ready, but its requests make no progress."""
         stats = self.stats()
-        stuck = self.progress.is_stuck(stats)
-        return "stuck" if stuck and stats.state == "ready" else stats.state
+        return "stuck" if self.progress.is_stuck(stats) and stats.state == "ready" else stats.state
 
     def pipelines(self) -> list[Pipeline]:
         """The pipeline, if it is open."""

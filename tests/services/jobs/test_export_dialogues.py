@@ -294,6 +294,10 @@ def test_several_jobs_of_dialogues_are_one_set(finished: Finished, tmp_path: Pat
     roles = ["".join(turn["role"][0] for turn in turns) for turns in table.values()]
     assert roles == [*(DIALOGUES[name] for name in WHOLE), "uaua", "uuaa"]
     assert "stereo" in (to / "README.md").read_text()
+    # Pauses are those of an export of the job alone, also of a dialogue whose id got that of its job.
+    export_jobs(jobs[1:], "webdataset", str(tmp_path / "alone"), dialogues="stereo", gaps=WIDE)
+    alone = [[turn["start"] for turn in turns] for turns in turn_table(tmp_path / "alone").values()]
+    assert [[turn["start"] for turn in turns] for turns in table.values()][-len(alone) :] == alone
     second.ledger.close()
 
 

@@ -217,7 +217,7 @@ def test_other_bounds_do_not_change_a_verdict_and_the_user_is_told(build: Callab
     assert told == []
     stricter = quality("strict", "bounds.wer.high=0.1")
     assert check(rig, job, stricter, errors=told) == {"measured": 0, "failed": 0, "left": 0}
-    assert told == ["Already measured, so the verdict stays: 2 items."]
+    assert told == ["Already measured, accepted, or kept after a failure, so the verdict stays: 2 items."]
 
 
 def test_the_rest_of_a_sample_is_measured_by_the_jobs_own_checks(build: Callable[..., Rig]) -> None:

@@ -244,6 +244,34 @@ def test_a_data_frame_is_a_table_and_its_missing_values_are_null(tmp_path: Path)
         written_input(frame, JobSpec("m", reading=Reading(columns={"text": "words"})), tmp_path)
 
 
+def test_a_table_with_texts_and_chats_is_refused_until_one_is_left_out(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"text": ["spoken"], "messages": [[{"role": "user", "content": "chat"}]]})
+    with pytest.raises(InputError, match="name of a key of dialogues, 'messages'"):
+        written_input(frame, JobSpec("m"), tmp_path)
+    chosen = JobSpec("m", reading=Reading(drop=("messages",)))
+    (line,) = lines_of(written_input(frame, chosen, tmp_path))
+    assert line["messages"] == [["user", "text", "spoken"]]
+
+
+def test_a_speaker_that_chooses_no_voice_is_metadata_of_any_type(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"text": ["a", "b"], "speaker_id": [7, None]})
+    assert metadata(lines_of(written_input(frame, JobSpec("m"), tmp_path))) == [
+        {"speaker_id": 7.0},
+        {"speaker_id": None},
+    ]
+    chosen = JobSpec("m", reading=Reading(drop=("speaker_id",)))
+    assert metadata(lines_of(written_input(frame, chosen, tmp_path))) == [{}, {}]
+
+
+@pytest.mark.parametrize("value", [float("inf"), b"x"])
+@pytest.mark.parametrize("message", [["user", "text", "Hi."], {"role": "user", "content": "Hi."}])
+def test_a_dialogue_of_python_has_no_values_that_json_does_not_have(
+    tmp_path: Path, message: Any, value: Any
+) -> None:
+    with pytest.raises(InputError, match="Record 1 cannot be written as JSON"):
+        written_input([{"messages": [message], "more": [value]}], JobSpec("m"), tmp_path)
+
+
 def test_a_value_that_json_does_not_have_refuses_its_row_by_name(tmp_path: Path) -> None:
     path = tmp_path / "in"
     parquet.write_table(pyarrow.table({"text": ["a", "b"], "gain": [1.0, float("-inf")]}), path)

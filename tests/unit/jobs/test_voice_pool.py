@@ -180,6 +180,17 @@ def test_balance_gives_each_voice_the_text_of_its_weight() -> None:
     assert all(abs(spoken[name] / total - share) < 0.001 for name, share in (("v001", 0.5), ("v002", 0.25)))
 
 
+def test_balance_gives_the_longer_role_of_a_dialogue_to_the_voice_with_less_text() -> None:
+    lines = [line(f"e{n}", ("user", "a" * (60 + n % 7)), ("assistant", "Yes.")) for n in range(300)]
+    found = voices_of(lines, voices="v001=2,v002,v003,v004", speak="all", balance=True)
+    spoken: Counter[str] = Counter()
+    for number in range(300):
+        spoken[found[f"e{number}"]["user"]] += 60 + number % 7
+        spoken[found[f"e{number}"]["assistant"]] += 4
+    total = sum(spoken.values())
+    assert all(abs(spoken[name] / total - share) < 0.01 for name, share in (("v001", 0.4), ("v002", 0.2)))
+
+
 def test_each_speaker_of_a_table_has_one_voice() -> None:
     rows = ["id,text,speaker", *(f"r{n},Hello.,s{n % 20}" for n in range(200))]
     spec = resolved(rows, "in.csv", voices="v001,v002,v003", voices_by="speaker")
