@@ -48,6 +48,16 @@ def test_bits_and_a_soak(tmp_path: Path) -> None:
     assert run(tmp_path, "qwen3", "soak", *TINY, "--count", "20")["problems"] == []
 
 
+def test_errors_of_fp8(tmp_path: Path) -> None:
+    found = run(tmp_path, "precision", *TINY)
+    counts = {
+        part: sum(row["part"] == part for row in found["rows"]) for part in ("products", "codec", "drift")
+    }
+    assert (found["faults"], counts) == ({}, {"products": 12, "codec": 12, "drift": 4})
+    own, *parts = (row for row in found["rows"] if row["part"] == "products")
+    assert all(row["residual_error"] > own["residual_error"] for row in parts)
+
+
 def test_a_job_with_and_without_a_voice_that_costs_nothing(tmp_path: Path) -> None:
     engine, job = run(tmp_path, "job", *TINY, "--items", "40")["rows"]
     assert engine["engine_audio_s_per_s"] > 0
