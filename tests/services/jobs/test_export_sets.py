@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +351,10 @@ def test_the_command_and_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert contents(nightjar.export(found, "webdataset", "three", unique=True)) == contents(tmp_path / "two")
     for wrong in ([], [ids[0], "--name", "n-*"]):
         assert run.invoke(cli, ["export", *wrong]).exit_code == 2
+    assert nightjar.find_jobs(name="n-*", since="2020-01-01", until=date.today())
+    for never in ({"until": "2020-01-01"}, {"since": date.max}):
+        with pytest.raises(NotFoundError):
+            nightjar.find_jobs(name="n-*", **never)
     with pytest.raises(NotFoundError) as caught:
         nightjar.find_jobs(name="nobody")
     assert caught.value.code is ErrorCode.LEDGER_NOT_FOUND

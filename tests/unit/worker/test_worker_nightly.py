@@ -69,6 +69,17 @@ def test_a_night_that_ran_does_not_run_again_when_its_job_is_deleted(
         assert ledger.jobs() == []
 
 
+def test_a_cancelled_night_is_due_again_after_it_was_reported(tmp_path: Path, settings: Settings) -> None:
+    write_night(tmp_path, "2026-11-20")
+    assert ends(settings, "2026-11-20") == ["submitted"]
+    with closing(Ledger(settings.ledger_url)) as ledger:
+        (job,) = ledger.jobs()
+        ledger.cancel(job.id)
+        assert ends(settings, "2026-11-20") == ["failed"]
+        delete_job(ledger, open_store(job.store_url), job.id)
+        assert ends(settings, "2026-11-20") == ["submitted"]
+
+
 @pytest.mark.parametrize("wrong", [{"format": "mp4"}, {"sample_rate": 7_999}])
 def test_audio_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
