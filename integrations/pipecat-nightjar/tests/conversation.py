@@ -126,5 +126,7 @@ async def converse(
 
     runner = WorkerRunner(handle_sigint=False)
     await runner.add_workers(worker)
-    await asyncio.gather(runner.run(), follow())
+    # A pipeline that does not end fails its test.
+    async with asyncio.timeout(3 * PATIENCE_SECONDS):
+        await asyncio.gather(runner.run(), follow())
     return conversation
