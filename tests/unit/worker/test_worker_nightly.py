@@ -80,6 +80,27 @@ def test_a_cancelled_night_is_due_again_after_it_was_reported(tmp_path: Path, se
         assert ends(settings, "2026-11-20") == ["submitted"]
 
 
+def test_a_second_submit_that_was_interrupted_goes_on(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    write_night(tmp_path, "2026-11-20")
+    assert ends(settings, "2026-11-20") == ["submitted"]
+    with closing(Ledger(settings.ledger_url)) as ledger:
+        (job,) = ledger.jobs()
+        ledger.cancel(job.id)
+        (tmp_path / "in-2026-11-20.jsonl").write_text(
+            '{"example_id": "two", "messages": [["user", "text", "x"]]}\n'
+        )
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Ledger, "seal_job", interrupted)
+            ends(settings, "2026-11-20")
+        assert ends(settings, "2026-11-20") == ["submitted"]
+        assert len(ledger.jobs()) == 2
+
+
 @pytest.mark.parametrize("wrong", [{"format": "mp4"}, {"sample_rate": 7_999}])
 def test_audio_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
