@@ -263,6 +263,13 @@ def test_a_speaker_that_chooses_no_voice_is_metadata_of_any_type(tmp_path: Path)
     assert metadata(lines_of(written_input(frame, chosen, tmp_path))) == [{}, {}]
 
 
+def test_a_speaker_that_chooses_a_voice_is_metadata_too(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"text": ["a"], "speaker": ["anna"]})
+    chosen = JobSpec("m", reading=Reading(voices={"anna": "heart"}))
+    (line,) = lines_of(written_input(frame, chosen, tmp_path))
+    assert (line["speaker"], line["generation"]["voice"]) == ("anna", "heart")
+
+
 @pytest.mark.parametrize("value", [float("inf"), b"x"])
 @pytest.mark.parametrize("message", [["user", "text", "Hi."], {"role": "user", "content": "Hi."}])
 def test_a_dialogue_of_python_has_no_values_that_json_does_not_have(
