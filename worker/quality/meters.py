@@ -324,7 +324,7 @@ class SileroMeter:
 
 class DistillMosMeter:
     """Score `distillmos`: naturalness from 1 to 5 by DistillMOS (Stahl and Gamper, 2025), a small model distilled from
-    XLS-R: the mean over segments; on a GPU in float16, which changes it by less than 0.01."""
+    XLS-R: the mean over segments; on a GPU in float16."""
 
     #: Samples of a segment, the most between the starts of two, and the segments that are scored at once.
     SEGMENT, HOP, AT_ONCE = 122_880, 16_000, 8
