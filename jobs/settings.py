@@ -127,7 +127,7 @@ class EngineSettings(SettingsGroup):
     """Utterances that run at the same time. Unset: depends on the engine and the GPU's memory
     (docs/models.md)."""
     memory_share: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the GPU's memory for the engine (`vllm`: for the LM). Unset: 0.9 of the free memory; `vllm`:
+    """Share of the GPU's memory for the engine (`vllm`: for the LM). Unset: 0.85 of the free memory; `vllm`:
     depends on the model."""
     reproducible: bool | None = None
     """Equal requests give equal bits in every batch, at a lower speed. On a CPU they always do."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -405,6 +407,7 @@ class LineChecker:
         good: list[GoodLine] = []
         rejected: list[RejectedLine] = []
         seen = set[str]()
+        self._read_recordings(batch, reference_key)
         for line_no, line in enumerate(batch.lines, batch.first):
             if isinstance(line, RejectedLine):
                 rejected.append(line)
@@ -435,6 +438,17 @@ class LineChecker:
             except InputError as error:
                 rejected.append(rejected_line(line_no, error, example_id))
         return good, rejected
+
+    def _read_recordings(self, batch: LineBatch, reference_key: ReferenceKey) -> None:
+        """Calls `reference_key`, which keeps its results, on several threads. Errors are raised again for their line."""
+        found = set[str]()
+        for line in batch.lines:
+            if isinstance(line, bytes) and b'"audio"' in line:
+                with suppress(InputError):
+                    messages = parse_line(line.strip())[0].messages
+                    found |= {messages[place][2] for place in turns_and_recordings(messages, self._speak)[1]}
+        with ThreadPoolExecutor() as readers:
+            readers.map(reference_key, found)
 
     def _accept(self, number: int, raw: bytes, dialogue: Dialogue, reference_key: ReferenceKey) -> GoodLine:
         """The line of any dialogue that can be spoken. Raises `InputError`."""

@@ -55,7 +55,7 @@ _WIDE_PREFILL = 12
 _SPARE_PART = 8
 #: Default share of the free memory that an engine takes; the rest is for memory that the allocator cannot
 #: use, and for the processes of meters.
-DEFAULT_SHARE = 0.9
+DEFAULT_SHARE = 0.85
 #: Positions for every slot by default: 30 s of speech, its text and a recording of 5 s. KV pages are taken
 #: when they are needed, and an utterance that gets no page is restarted later.
 TYPICAL_POSITIONS = 512

@@ -73,7 +73,7 @@ PROGRAM = ("-m", "pipelines.engine_process.server")
 
 #: Maximum whole utterances that are sent but not yet accepted by the child's pipeline; `start` blocks at this
 #: number. It is large enough that the child never has to wait for a request.
-MAX_PENDING = 32
+MAX_PENDING = 128
 #: Threads that decode recordings for the child.
 _READING_THREADS = 8
 #: How long `close` waits for the child before it kills it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import itertools
 import logging
 import os
@@ -46,7 +47,7 @@ from pipelines.engine_process.messages import (
     Wanted,
 )
 from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
-from pipelines.interpreter import serve_threads
+from pipelines.interpreter import COLLECT_AFTER, serve_threads
 from pipelines.ipc import Channel, LostArraysError
 from pipelines.recording import AS_IT_IS, Reading, ReadsRecordings, Recording
 from pipelines.registry import open_frontend, open_pipeline
@@ -75,12 +76,14 @@ IDLE_STATS_SECONDS = 1.0
 _STARTING_THREADS = 4
 #: Threads that start requests with a recording, so that many voices are encoded in a batch. More than a client's
 #: whole utterances (`MAX_PENDING`), which wait for room in the engine.
-CLONING_THREADS = 64
+CLONING_THREADS = 160
 
 
 def main() -> None:
     """Serves the client at the other end of standard input, which started this process. Does not return."""
     faulthandler.enable()
+    # Imports make many permanent objects.
+    gc.set_threshold(COLLECT_AFTER)
     channel = parent_channel(ToChild)
     # Only the client ends this process; a signal to all processes of a terminal or a service must not.
     for number in (signal.SIGINT, signal.SIGTERM):

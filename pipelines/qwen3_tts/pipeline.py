@@ -182,8 +182,10 @@ def plan_sizes(
     if device.type == "cuda":
         decoder = CodecConfig.load(config.folder / "speech_tokenizer").decoder
         rows = options.codec_rows if options.decodes else 0
-        graphs, state = codec_needs(decoder, codec_dtype, streams, rows)
-        taken += graphs + (VOICE_BYTES if config.clones else 0)
+        if streams or rows:
+            graphs, state = codec_needs(decoder, codec_dtype, streams, rows)
+            taken += graphs
+        taken += VOICE_BYTES if config.clones else 0
         packed = packed_needs(config, dtype)
         if packed and not may_be_persistent(options.executor, options.reproducible, streams, device):
             packed = 0

@@ -90,7 +90,7 @@ _REVISION = 4
 #: On a GPU: lengths in seconds that recordings are padded to, and maximum seconds and rows of their batches.
 _PADDED_SECONDS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 22, 32, 60)
 _BATCH_SECONDS = 60
-_BATCH_ROWS = 4
+_BATCH_ROWS = 8
 
 
 class Conv(NamedTuple):

@@ -30,7 +30,7 @@ from worker.quality.meters import (
 #: Longer speech is read in windows of this length, with this context on both sides.
 WINDOW_SECONDS, CONTEXT_SECONDS = 20, 1
 #: Seconds that are read at once, shorter pieces with the silence that fills them.
-BATCH_SECONDS = 40
+BATCH_SECONDS = 80
 #: Samples of which the length of a batch is a multiple on a GPU, which chooses its kernels anew, in 80 ms, for
 #: each shape. Models that read spectra, not samples, read any length.
 GPU_STEP = 2 * SAMPLE_RATE
@@ -65,6 +65,10 @@ class CtcMeter:
             self._features, self._tokenizer, network = (
                 getattr(library, kind).from_pretrained(str(folder), local_files_only=True) for kind in kinds
             )
+            for layer in network.modules():
+                # Each call would compute the normalized weights again.
+                if torch.nn.utils.parametrize.is_parametrized(layer, "weight"):
+                    torch.nn.utils.parametrize.remove_parametrizations(layer, "weight")
             place = torch_device(device, threads)
             # float16 is as precise as TF32, in which a GPU else computes, and takes half of the time.
             kind = torch.float32 if place == "cpu" else torch.float16

@@ -326,8 +326,9 @@ class DistillMosMeter:
     """Score `distillmos`: naturalness from 1 to 5 by DistillMOS (Stahl and Gamper, 2025), a small model distilled from
     XLS-R: the mean over segments; on a GPU in float16."""
 
-    #: Samples of a segment, the most between the starts of two, and the segments that are scored at once.
-    SEGMENT, HOP, AT_ONCE = 122_880, 16_000, 8
+    #: Samples of a segment, the most between the starts of two, and the segments that are scored at once on a CPU and on
+    #: a GPU.
+    SEGMENT, HOP, AT_ONCE, GPU_AT_ONCE = 122_880, 16_000, 8, 16
 
     def __init__(self, device: str = "auto", threads: int = 1) -> None:
         import torch
@@ -359,10 +360,10 @@ class DistillMosMeter:
                 counts.append(len(starts))
                 yield from (padded[at : at + self.SEGMENT] for at in starts)
 
-        left, scores = segments(), list[Any]()
-        float16 = self._torch.autocast("cuda", self._torch.float16, self._device != "cpu")
+        left, scores, on_gpu = segments(), list[Any](), self._device != "cpu"
+        float16 = self._torch.autocast("cuda", self._torch.float16, on_gpu)
         with self._torch.inference_mode(), float16:
-            while some := [*islice(left, self.AT_ONCE)]:
+            while some := [*islice(left, self.GPU_AT_ONCE if on_gpu else self.AT_ONCE)]:
                 scores.append(self._model(self._torch.from_numpy(np.stack(some)).to(self._device)))
         found = self._torch.cat(scores).float().cpu().split(counts)
         return [{"distillmos": (own.mean().item(), "")} for own in found]
