@@ -49,6 +49,7 @@ from pipelines.codec.decoder import gathering_stage
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine, NativeHost
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, open_executor
+from pipelines.engine_process.client import MAX_PENDING
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.fish_speech import model as fish_lm
 from pipelines.fish_speech import pipeline as fish_pipeline
@@ -76,7 +77,7 @@ if TYPE_CHECKING:
 CONTEXT, PAGE_SIZE = 1024, 64
 PARTS, SPEECHLM_PARTS = ("speech", "streams"), ("text", "streams", "mixed", "pairs")
 #: Recordings of the warm-up, seconds of a recording, and requests that are started at once.
-VOICES, REFERENCE_SECONDS, FEEDERS = 16, 6.0, 32
+VOICES, REFERENCE_SECONDS, FEEDERS = 16, 6.0, MAX_PENDING
 TEXT = "The rain falls on the quiet street, and nobody walks. "
 #: Requests of a steady run for each slot; and the number of slots for which one more request is in flight, to enter the
 #: LM or to be decoded.
