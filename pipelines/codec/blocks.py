@@ -65,6 +65,10 @@ class StateSpan(NamedTuple):
         """The part of states [B, size], a view [B, steps, channels]."""
         return states[:, self.at].view(-1, self.steps, self.channels)
 
+    def extended(self, x: Tensor, past: Past | None) -> Tensor:
+        """x [B, T, C] after the inputs before it, which are zeros without a past: [B, steps + T, C]."""
+        return pad(x, (0, 0, self.steps, 0)) if past is None else torch.cat((past.swap(self, x), x), dim=1)
+
 
 class StateLayout:
     """The layout of the states of all blocks in one flat vector for each row, so that rows are gathered and
@@ -144,14 +148,8 @@ class CausalConv:
         self.span = layout.add(kernel - stride, channels_in)
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
-        extended = (
-            pad(x, (0, 0, self.span.steps, 0))
-            if past is None
-            else torch.cat((past.swap(self.span, x), x), dim=1)
-        )
-        return conv1d(
-            extended.transpose(1, 2), self.weight, self.bias, self.stride, groups=self.groups
-        ).transpose(1, 2)
+        extended = self.span.extended(x, past).transpose(1, 2)
+        return conv1d(extended, self.weight, self.bias, self.stride, groups=self.groups).transpose(1, 2)
 
 
 class ConvNeXt:
@@ -203,12 +201,7 @@ class ResidualUnit:
         self.span = layout.add((RESIDUAL_KERNEL - 1) * dilation, channels)
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
-        extended = (
-            pad(x, (0, 0, self.span.steps, 0))
-            if past is None
-            else torch.cat((past.swap(self.span, x), x), dim=1)
-        )
-        hidden = snake_beta(extended, *self.first).transpose(1, 2)
+        hidden = snake_beta(self.span.extended(x, past), *self.first).transpose(1, 2)
         hidden = conv1d(hidden, *self.wide, dilation=self.dilation).transpose(1, 2)
         return linear(snake_beta(hidden, *self.second), *self.narrow) + x
 
@@ -230,9 +223,8 @@ class UpsampleBlock:
         ]
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
-        rows, steps, channels = x.shape
-        before = x.new_zeros(rows, 1, channels) if past is None else past.swap(self.span, x)
-        active = snake_beta(torch.cat((before, x), dim=1), *self.snake)
+        rows, steps, _ = x.shape
+        active = snake_beta(self.span.extended(x, past), *self.snake)
         pairs = torch.cat((active[:, :-1], active[:, 1:]), dim=2)
         x = linear(pairs, self.weight.t(), self.bias.repeat(self.rate)).view(rows, steps * self.rate, -1)
         for unit in self.units:
@@ -342,8 +334,7 @@ class TransformerLayer:
         query, key = (rope(one, turns, turns.dtype != x.dtype) for one in (query, key))
         if past is not None:
             pairs = torch.cat((key, value), dim=2).flatten(2)
-            pairs = torch.cat((past.swap(self.span, pairs), pairs), dim=1)
-            key, value = pairs.unflatten(-1, split).chunk(2, dim=2)
+            key, value = self.span.extended(pairs, past).unflatten(-1, split).chunk(2, dim=2)
         query, key, value = (one.transpose(1, 2) for one in (query, key, value))
         grouped = shape.heads != shape.kv_heads
         parts = [

@@ -202,7 +202,7 @@ class FusedStack:
         ends = self._ends(lengths, x.device)
         if past is not None:
             lead = self._stem_span.steps
-            x = torch.cat((past.swap(self._stem_span, x), x), dim=1)
+            x = self._stem_span.extended(x, past)
         entry = self._entry
         a, ahead, offset = entry.buffer(x, x.shape[1] - lead, past)
         into = (None, a, offset, *entry.snake)
@@ -371,7 +371,7 @@ class FusedFront:
         if past is not None:
             lead = self._conv_span.steps
             positions = past.positions[:, None] + positions
-            x = torch.cat((past.swap(self._conv_span, x), x), dim=1)
+            x = self._conv_span.extended(x, past)
         hidden = x.new_empty(len(x), steps, len(self._conv_bias))
         _ops.codec_active_conv(
             x, lead, self._conv, self._conv_bias, self._conv_taps, 1, None, hidden, None, 0, None, None

@@ -54,10 +54,10 @@ class SpeechLmState(FrameState):
     """The state of the running requests. `pipelines.speechlm.lm.Script` sets the keys of
     `TokenRequest.extra`."""
 
-    def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
-        super().__init__(vllm_config, model, encoder_cache, device)
+    def begin(self) -> None:
         slots = self.max_num_reqs
-        self._config = model.speechlm
+        device = self.device
+        self._config = self.model.speechlm
         #: Seeds; positions of the first row of audio; minimum rows of audio; settings of the text (`first`)
         #: and of audio (`residual`).
         self.drawing = SlotState(slots, 1, 1, 1, 0, 0, torch.float32, device)

@@ -69,8 +69,8 @@ class FrameModel:
 class FrameState(DefaultModelState):
     """The state of the running requests in the engine's process, one row per slot.
 
-    A subclass implements `embed` and `draw`, and `admit` if it has more data for each slot. An exception in
-    them ends the engine core.
+    A subclass implements `embed` and `draw`, and `begin` and `admit` if it has more data for each slot. An
+    exception in them ends the engine core.
     """
 
     model: Any
@@ -88,6 +88,10 @@ class FrameState(DefaultModelState):
         self._starts = np.zeros(slots, dtype=np.int64)
         self._ends = np.zeros(slots, dtype=np.int64)
         self._kept = OrderedDict[str, Tensor]()
+        self.begin()
+
+    def begin(self) -> None:
+        """Makes what a subclass keeps for its slots."""
 
     def admit(self, slot: int, prompt: list[int], written: int, sampling: Any) -> None:
         """Initializes a slot for a request, also after a preemption. `prompt`: its ids; `written`: number of its
@@ -219,19 +223,19 @@ class EngineFrameState(FrameState):
     of which the last one is the end.
     """
 
-    def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
-        super().__init__(vllm_config, model, encoder_cache, device)
+    def begin(self) -> None:
         self.tensors: FrameTensors = self.model.frame_tensors()
         tensors = self.tensors
-        slots = self.max_num_reqs
+        device = self.device
+        rows = len(tensors.head)
         self._prompt = torch.zeros(tensors.backbone.hidden, dtype=self.dtype, device=device)
         self.drawing = SlotState(
-            slots, len(self._prompt), len(tensors.head), 1, 0, 0, self.dtype, device, tensors.draw.window
+            self.max_num_reqs, len(self._prompt), rows, 1, 0, 0, self.dtype, device, tensors.draw.window
         )
-        self._frames = EngineFrames(tensors, self.drawing, graphed=not vllm_config.model_config.enforce_eager)
+        self._frames = EngineFrames(tensors, self.drawing, graphed=not self.model_config.enforce_eager)
         # If logits are NaN, any row of the head may be drawn. Its unused rows end the sequence.
         ids: list[int] = self.model.token_ids()
-        self._ids = torch.tensor(ids + ids[-1:] * (len(tensors.head) - len(ids)), device=device)
+        self._ids = torch.tensor(ids + ids[-1:] * (rows - len(ids)), device=device)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Captures the graphs before vLLM measures the free memory."""
