@@ -46,7 +46,7 @@ class Drawable(NamedTuple):
 
         Raises `ModelError` (`model.bad_checkpoint`) for an id that the LM does not know.
         """
-        ends = {lm.eos_token_id, vocabulary.control("end_semantic_token")}
+        ends = {lm.eos_token_id, vocabulary.controls["end_semantic_token"]}
         ids = np.array(sorted(vocabulary.non_text | ends), np.int64)
         if ids[-1] >= lm.vocab:
             raise bad_checkpoint(

@@ -223,8 +223,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         info = host.info
         self._context = info.max_context
         executor = {"executor": info.executor} if info.engine == "native" else {}
-        self._meta = {"engine": info.engine, **executor}
-        self._meta["dtype"] = info.dtype
+        self._meta = {"engine": info.engine, **executor, "dtype": info.dtype}
         if parts.codec is not None:
             self._meta["codec_dtype"] = type_name(parts.codec.dtype)
         super().__init__(host, stage, SparkStreamer)
@@ -246,7 +245,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
             max_semantic = frames_within(generation.max_seconds, config.tokens_per_second, max_tokens)
             before = 1 if voice is not None else tokens + CREATION_EXTRAS
             max_tokens = min(max_tokens, before + max_semantic + 1)
-        stops = (config.lm.eos_token_id, vocabulary.control("end_semantic_token"))
+        stops = (config.lm.eos_token_id, vocabulary.controls["end_semantic_token"])
         sampling = token_sampling(SAMPLING, generation, min(max_tokens, room), request.seed, stops)
         meta = {**self._meta, "prompt_positions": len(prompt)}
         info = SparkRequestInfo(

@@ -48,7 +48,8 @@ class Vocabulary:
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self.semantic = self._run("bicodec_semantic", semantic_codes)
         self.voice = self._run("bicodec_global", global_codes)
-        self._controls = {name: self.id(name) for name in (*CONTROLS, *LABELS)}
+        #: The ids of control tokens, by name.
+        self.controls = {name: self.id(name) for name in (*CONTROLS, *LABELS)}
 
     @classmethod
     def from_folder(cls, folder: Path, semantic_codes: int, global_codes: int) -> Vocabulary:
@@ -67,7 +68,7 @@ class Vocabulary:
     @property
     def non_text(self) -> frozenset[int]:
         """The ids of all tokens that are not text: tokens of BiCodec, labels, values and control tokens."""
-        return self._added.union(self.semantic, self.voice, self._controls.values())
+        return self._added.union(self.semantic, self.voice, self.controls.values())
 
     def encode(self, text: str) -> list[int]:
         """The ids of a string; control tokens are written as `<|name|>` in it."""
@@ -84,9 +85,6 @@ class Vocabulary:
             if token in self._added:
                 raise control_token(str(self._tokenizer.id_to_token(token)))
         return ids
-
-    def control(self, name: str) -> int:
-        return self._controls[name]
 
     def parse(self, ids: Iterable[int]) -> SparkCodes:
         """The tokens of BiCodec among these ids, at any position, like the published parser."""
@@ -120,14 +118,14 @@ def clone_prompt(
     joined before they are tokenized, as in the published code. Raises `InputError` (`input.unpronounceable`).
     """
     ids = [
-        vocabulary.control("task_tts"),
+        vocabulary.controls["task_tts"],
         *vocabulary.spoken((reference_text or "") + text),
-        vocabulary.control("start_global_token"),
+        vocabulary.controls["start_global_token"],
         *(vocabulary.voice.start + code for code in voice),
-        vocabulary.control("end_global_token"),
+        vocabulary.controls["end_global_token"],
     ]
     if reference_text:
-        ids.append(vocabulary.control("start_semantic_token"))
+        ids.append(vocabulary.controls["start_semantic_token"])
         ids += [vocabulary.semantic.start + code for code in semantic]
     return ids
 
@@ -139,11 +137,11 @@ def creation_prompt(vocabulary: Vocabulary, text: str, voice: str) -> list[int]:
     """
     gender, pitch, speed = voice.split("/")
     return [
-        vocabulary.control("task_controllable_tts"),
+        vocabulary.controls["task_controllable_tts"],
         *vocabulary.spoken(text),
-        vocabulary.control("start_style_label"),
-        vocabulary.control(f"gender_{GENDERS.index(gender)}"),
-        vocabulary.control(f"pitch_label_{LEVELS.index(pitch)}"),
-        vocabulary.control(f"speed_label_{LEVELS.index(speed)}"),
-        vocabulary.control("end_style_label"),
+        vocabulary.controls["start_style_label"],
+        vocabulary.controls[f"gender_{GENDERS.index(gender)}"],
+        vocabulary.controls[f"pitch_label_{LEVELS.index(pitch)}"],
+        vocabulary.controls[f"speed_label_{LEVELS.index(speed)}"],
+        vocabulary.controls["end_style_label"],
     ]

@@ -51,7 +51,7 @@ class Opened:
     @property
     def ends(self) -> tuple[int, int]:
         """The ids that end a sequence."""
-        return self.golden.config.lm.eos_token_id, self.golden.vocabulary.control("end_semantic_token")
+        return self.golden.config.lm.eos_token_id, self.golden.vocabulary.controls["end_semantic_token"]
 
     def submit(
         self, name: str, prompt: Sequence[int], sampling: TokenSampling, waiter: Waiter | None = None

@@ -73,7 +73,7 @@ def heard(
 def test_log_probabilities_are_of_the_semantic_tokens_that_are_heard(vocabulary: Vocabulary) -> None:
     voice = [vocabulary.voice.start + code for code in VOICE]
     semantic = [vocabulary.semantic.start + code for code in (4, 9, 1)]
-    control = vocabulary.control("end_semantic_token")
+    control = vocabulary.controls["end_semantic_token"]
     ids = [*voice, semantic[0], control, *semantic[1:]]
     measured = -np.arange(len(ids), dtype=np.float64)
     made = info(vocabulary, None).read(Tokens(ids, "stop", None, measured))

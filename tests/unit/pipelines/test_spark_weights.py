@@ -50,7 +50,7 @@ def test_everything_but_text_can_be_drawn_and_two_codes_end_it() -> None:
     assert drawable.ids.tolist() == sorted({one["id"] for one in added})
     assert {int(drawable.ids[end]) for end in drawable.ends} == {
         config.lm.eos_token_id,
-        vocabulary.control("end_semantic_token"),
+        vocabulary.controls["end_semantic_token"],
     }
     assert drawable.rows % ROW_STEP == 0
     assert 0 <= drawable.rows - len(drawable.ids) < ROW_STEP
