@@ -31,11 +31,12 @@ from pipelines.serving.errors import JsonObject, as_api_error
 from pipelines.serving.metrics import MetricsPage, ServerMetrics
 from pipelines.serving.middleware import ADMIT, HEALTH, REQUEST_ID, RequestMiddleware
 from pipelines.serving.model import ServedModel
-from pipelines.serving.request_body import JsonRoute, cancel
+from pipelines.serving.request_body import JsonRoute
 from pipelines.serving.speech import SpeechBody
 from pipelines.serving.speech_stream import SpeechStreamSocket
 from pipelines.serving.streaming import Answer, ErrorAnswer, Reply, Serving
 from pipelines.serving.voices import VoiceBody, Voices
+from pipelines.tasks import cancel
 
 _VOICES = "/v1/audio/voices"
 _PROTOCOLS = (ContextSocket, MultiStreamSocket, StreamInputSocket, SpeechStreamSocket)

@@ -38,8 +38,9 @@ from pipelines.serving.encoding import PcmStream
 from pipelines.serving.errors import ApiError, JsonObject, as_api_error, bad_request
 from pipelines.serving.metrics import WEBSOCKET
 from pipelines.serving.middleware import CLIENT_CLOSED
-from pipelines.serving.request_body import cancel, read
+from pipelines.serving.request_body import read
 from pipelines.serving.streaming import Serving, speech_pieces
+from pipelines.tasks import cancel
 from pipelines.text_units import Piece, TextUnits, has_words, unit_request
 from pipelines.validation import speech_task
 

@@ -21,6 +21,7 @@ from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode
 from pipelines.request import Generation
 from pipelines.serving.errors import ApiError, bad_request
+from pipelines.tasks import cancel
 
 #: Limits of a client's JSON: commas and opening brackets outside of strings, and levels of brackets.
 MAX_VALUES = 10_000
@@ -209,13 +210,6 @@ async def finishes_before_disconnect(receive: Receive, work: asyncio.Future[Any]
         return work.done()
     finally:
         await cancel(leaving)
-
-
-async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancels tasks, and waits for their end."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def too_large(max_bytes: int) -> ApiError:

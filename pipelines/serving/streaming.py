@@ -24,9 +24,10 @@ from pipelines.serving.encoding import PcmStream
 from pipelines.serving.errors import ApiError, JsonObject
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
-from pipelines.serving.request_body import cancel, finishes_before_disconnect
+from pipelines.serving.request_body import finishes_before_disconnect
 from pipelines.serving.voices import Voices
 from pipelines.serving.word_estimates import WordEstimates
+from pipelines.tasks import cancel
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +39,7 @@ from pipelines.errors import (
 from pipelines.options import TokenModelOptions
 from pipelines.request import EngineInfo, EngineStats, IntArray
 from pipelines.results import Receiver
+from pipelines.tasks import cancel
 from pipelines.tokens import TokenRequest, Tokens
 from pipelines.vllm_engine.library import AT_ONCE, CODE_SPAN, ModelSpec, architecture, on_cpu
 from pipelines.vllm_engine.plugin import CONFIG_FORMAT, register
@@ -349,10 +349,10 @@ class VllmHost:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _stop(self) -> None:
-        await _cancelled(self._tasks.values())
+        await cancel(*self._tasks.values())
         if self._llm is not None:
             self._llm.shutdown()
-        await _cancelled(task for task in asyncio.all_tasks() if task is not asyncio.current_task())
+        await cancel(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
     def _enter(self, request: TokenRequest, receiver: Receiver) -> None:
         self._tasks[request] = task = self._loop.create_task(self._sequence(request, receiver))
@@ -431,14 +431,6 @@ class VllmHost:
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
         return prompt, sampling_params(self._spec, request, streamed)
-
-
-async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels tasks and waits for their end."""
-    ending = list(tasks)
-    for task in ending:
-        task.cancel()
-    await asyncio.gather(*ending, return_exceptions=True)
 
 
 def _died() -> EngineCrashError:
