@@ -9,6 +9,8 @@ import re
 from itertools import pairwise
 from typing import Any
 
+import msgspec
+
 #: An object of JSON or TOML.
 JsonObject = dict[str, Any]
 #: The text that replaces a secret.
@@ -21,6 +23,11 @@ _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 _PARAMETER = re.compile(
     r"([?&;](?:\w*password|[\w-]*secret[\w-]*|[\w-]*token|[\w-]*signature)=)[^&\s'\"]*", re.IGNORECASE
 )
+
+
+def json_bytes(value: object) -> bytes:
+    """Indented JSON, with a newline at its end."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 
 def redact(text: str) -> str:

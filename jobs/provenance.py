@@ -22,6 +22,7 @@ from msgspec import UNSET, UnsetType
 
 from jobs import DISTRIBUTION, installed_version
 from jobs.checks import METERS, Quality
+from jobs.formatting import json_bytes
 from jobs.layout import job_prefix, numbered_key, put_numbered
 from jobs.ledger.records import Job, JobSpec
 from jobs.store.base import ObjectInfo, ObjectStore, sha256_of
@@ -182,8 +183,7 @@ def put_checks(store: ObjectStore, job: Job, checks: Quality) -> ObjectInfo:
 
 
 def _put(store: ObjectStore, record: Provenance) -> ObjectInfo:
-    data = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
-    return put_numbered(store, provenance_key(record.job), data)
+    return put_numbered(store, provenance_key(record.job), json_bytes(record))
 
 
 class ProvenanceWriter:

@@ -29,8 +29,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from jobs.export.audio import AudioNames
-from jobs.export.files import SortedLines, file_sha256, json_bytes, json_line, path_errors
+from jobs.export.files import SortedLines, file_sha256, json_line, path_errors
 from jobs.export.items import LeftOut
+from jobs.formatting import json_bytes
 from jobs.settings import S3Settings
 from jobs.store import FolderStore, ObjectStore, is_remote, open_store
 from jobs.store.base import missing_allowed, split_key

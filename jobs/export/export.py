@@ -19,11 +19,12 @@ from jobs.export.card import CardFacts, dataset_card
 from jobs.export.code_formats import interleaved
 from jobs.export.conversation import of_dialogues
 from jobs.export.dataset import Dataset, Identity, PartFiles, open_destination
-from jobs.export.files import json_bytes, output, own_output
+from jobs.export.files import output, own_output
 from jobs.export.formats import ExportFormat, ExportOptions, find_format
 from jobs.export.items import WHOLE, AudioItem, LeftOut, Part, Plan, Splits, make_plan, parse_splits
 from jobs.export.job_set import JobSet
 from jobs.export.manifest import manifest_line, renew_manifest
+from jobs.formatting import json_bytes
 from jobs.job_options import plain_numbers, unknown_name
 from jobs.ledger.records import WORDS, ItemRow, ItemState, JobSpec
 from jobs.provenance import exporter_record, read_records
