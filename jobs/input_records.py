@@ -131,7 +131,7 @@ def _of_lines(
     """Yields the records of a format with one record per line. `dialogue` converts a line; `id_of` reads the
     id of a rejected line."""
     for number, line in enumerate(records.source.lines(), 1):
-        if line is None or not line or line.isspace():
+        if line is None or _blank(line):
             yield line
             continue
         try:
@@ -204,7 +204,7 @@ def _kept(line: bytes, chosen: Reading) -> bytes:
 
 
 def _blank(record: Record) -> bool:
-    return isinstance(record, bytes) and (not record or record.isspace())
+    return isinstance(record, bytes) and not record.strip()
 
 
 def _table(records: Records) -> Iterator[Record]:
@@ -275,7 +275,7 @@ def _json_rows(records: Records, rows_of: Callable[[bytes], Iterable[JsonObject]
     number = 0
     for line in records.source.lines():
         found = [line]
-        if line and not line.isspace():
+        if line is not None and not _blank(line):
             try:
                 found = [*rows_of(line)]
             except InputError as error:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from jobs.formatting import JsonObject, bytes_text, counted, printable, seconds_text
-from jobs.ledger.records import INPUT_FORMAT, Decision, ItemRow, Job, JobState, RejectedLine, ShardState
+from jobs.ledger.records import INPUT_FORMAT, OPEN_SHARDS, Decision, ItemRow, Job, JobState, RejectedLine
 from jobs.ledger.status import GAP_SECONDS, RECENT_SECONDS, JobStatus, MeasuredItems, WorkerStatus
 from pipelines.errors import ErrorCode
 
@@ -72,9 +72,7 @@ def eta_error_seconds(status: JobStatus) -> float | None:
     spread = status.spread
     if status.job.state.final or eta is None or spread.shards < MIN_SHARDS or spread.item_ms <= 0:
         return None
-    to_go = sum(
-        status.shards.get(state, 0) for state in (ShardState.READY, ShardState.QUEUED, ShardState.LEASED)
-    )
+    to_go = sum(status.shards.get(state, 0) for state in OPEN_SHARDS)
     mean = spread.item_ms / spread.shards
     variance = max(0.0, (spread.item_ms_squared - spread.shards * mean * mean) / (spread.shards - 1))
     relative = math.sqrt(variance) / mean * math.sqrt(1 / max(1, to_go) + 1 / spread.shards)

@@ -122,7 +122,19 @@ def _swept(
 
 
 def _unreferenced(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:
-    listed = partial(_listed, store)
+    def listed(prefix: str) -> Iterator[ObjectInfo]:
+        """The objects under a prefix. Raises `store.conflict` if they are not in key order."""
+        last = ""
+        for info in store.list(prefix):
+            if info.key <= last:
+                raise StoreError(
+                    ErrorCode.STORE_CONFLICT,
+                    f"The store {store.url} does not list its objects in the order of their keys.",
+                    "Use a store that lists like S3. Nothing more was deleted.",
+                )
+            last = info.key
+            yield info
+
     prefix = job_prefix(job.id)
     nothing = Inputs()
     for kind in ("audio", "codes", "text", WORDS, QUARANTINE):
@@ -138,20 +150,6 @@ def _unreferenced(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orph
         lines = (line for where in inputs for line in read_raw_shard(store, *where))
         named = recording_keys(job.spec, job.id).union(*(line.references.values() for line in lines))
         yield from ((info, inputs) for info in references if info.key not in named)
-
-
-def _listed(store: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:
-    """The objects under a prefix. Raises `store.conflict` if they are not in key order."""
-    last = ""
-    for info in store.list(prefix):
-        if info.key <= last:
-            raise StoreError(
-                ErrorCode.STORE_CONFLICT,
-                f"The store {store.url} does not list its objects in the order of their keys.",
-                "Use a store that lists like S3. Nothing more was deleted.",
-            )
-        last = info.key
-        yield info
 
 
 def _without(objects: Iterable[ObjectInfo], artifacts: Iterable[Artifact]) -> Iterator[ObjectInfo]:

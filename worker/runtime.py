@@ -76,7 +76,7 @@ class Runtime:
         model: str | None = None,
         private: bool = False,
         preload: Preload | None = None,
-        clock: Clock | None = None,
+        clock: Clock = time,
     ) -> None:
         """`model`: the only model that this worker serves; None: any model. `preload`: a model that is already being
         opened.
@@ -89,7 +89,7 @@ class Runtime:
         self._model = model
         self._private = private
         self._preload = preload
-        self._clock = clock or time
+        self._clock = clock
         #: Job -> time at which this worker refused it.
         self._refused_at: dict[str, float] = {}
         self._draining = threading.Event()

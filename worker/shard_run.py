@@ -33,7 +33,7 @@ from jobs.settings import Settings
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
 from jobs.worker_group import WorkerReport
-from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, SynthesisError
+from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, SynthesisError, engine_error
 from pipelines.recording import KEPT_BYTES, SizedCache
 from pipelines.request import AudioChunk, CodecIdentity, Event, Pipeline, Speech
 from pipelines.request import Done as SpeechDone
@@ -373,9 +373,7 @@ class ShardRun:
             return None
         if not isinstance(error, NightjarError):
             log.error("item failed unexpectedly", index=draw.line.index, exc_info=error)
-            error = SynthesisError(
-                ErrorCode.SYNTH_ENGINE, f"The speech could not be synthesized or stored: {error!r}"
-            )
+            error = engine_error(f"The speech could not be synthesized or stored: {error!r}")
         elif isinstance(error, ModelError) or error.code in _SHARD_ERRORS:
             self._end_work(error)
             return None
@@ -438,9 +436,7 @@ class ShardRun:
                 committed += batch
             if self.expire():
                 self._runner.pipelines.discard(pipeline)
-                raise SynthesisError(
-                    ErrorCode.SYNTH_ENGINE, "The engine accepts no more requests and is reopened."
-                )
+                raise engine_error("The engine accepts no more requests and is reopened.")
             if batch or self._clock.monotonic() >= due_at:
                 due_at = self._clock.monotonic() + times.commit_seconds
         if self._unsettled:

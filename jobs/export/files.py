@@ -20,7 +20,7 @@ from pipelines.errors import ErrorCode, StoreError, invalid
 
 _encode = msgspec.json.Encoder().encode
 #: Size of the lines that are sorted in memory, where they need a few times as much, and of those of a run that are read at once.
-_SORT_BYTES, _READ_BYTES = 4 << 20, 16 << 10
+SORT_BYTES, _READ_BYTES = 4 << 20, 16 << 10
 
 
 @contextmanager
@@ -82,11 +82,6 @@ def json_line(value: object) -> bytes:
     return _encode(value) + b"\n"
 
 
-def json_bytes(value: object) -> bytes:
-    """Indented JSON, with a newline at its end."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
-
-
 class _Stamp(msgspec.Struct, frozen=True):
     """`.NAME.export.json`, the record of the exported file NAME beside it."""
 
@@ -138,9 +133,8 @@ class SortedLines:
     """Takes lines in any order and yields them sorted by their bytes (the C locale); sorted runs are in a
     temporary file in `folder`; None: in the system's."""
 
-    def __init__(self, folder: Path | None = None, run_bytes: int = _SORT_BYTES) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        self._run_bytes = run_bytes
         self._lines: list[bytes] = []
         self._bytes = 0
         self._file: IO[bytes] | None = None
@@ -151,7 +145,7 @@ class SortedLines:
         """Adds a line, which ends with its only newline."""
         self._lines.append(line)
         self._bytes += len(line)
-        if self._bytes >= self._run_bytes:
+        if self._bytes >= SORT_BYTES:
             # The system deletes a file without a name when it is closed.
             self._file = self._file or tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
             self._file.seek(0, os.SEEK_END)

@@ -41,7 +41,7 @@ class TimedVoice(Hibari):
 
     def __init__(self, g2p: G2P) -> None:
         path = voice_path(DEFAULT)
-        super().__init__(model=_with_output(Path(path).read_bytes(), _FRAMES), g2p=g2p)
+        super().__init__(model=_with_frames(Path(path).read_bytes()), g2p=g2p)
         self.model_path = path
         self.symbols = {number: symbol for symbol, number in self.vocab.items()}
 
@@ -131,11 +131,11 @@ def read_as(written: Sequence[str], read: Sequence[str]) -> list[int]:
     return owners
 
 
-def _with_output(model: bytes, name: str) -> Any:
-    """The ONNX model with one more output. Protocol buffers merge a message that is written twice, so the
+def _with_frames(model: bytes) -> Any:
+    """The ONNX model with the output `_FRAMES`. Protocol buffers merge a message that is written twice, so the
     model is followed by a graph (field 7) with nothing but that output (field 12, whose field 1 is its name).
     """
-    content = name.encode()
+    content = _FRAMES.encode()
     for field in (1, 12, 7):
         content = bytes([field << 3 | 2, len(content)]) + content
     return model + content

@@ -30,9 +30,10 @@ from jobs.export.dataset import (
     WrittenFile,
     open_destination,
 )
-from jobs.export.files import SortedLines, json_bytes
+from jobs.export.files import SortedLines
 from jobs.export.folder_formats import kaldi_ids, tar_file
 from jobs.export.items import WHOLE, LeftOut, exported, make_plan
+from jobs.formatting import json_bytes
 from jobs.ledger.records import Artifact, ItemRow, ItemState
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError, ErrorCode, StoreError
@@ -133,9 +134,11 @@ def test_lines_are_sorted_by_their_bytes_however_small_the_runs(
 ) -> None:
     folder = tmp_path_factory.mktemp("sort")
     for run_bytes in (run, 1 << 20):
-        sorter = SortedLines(folder, run_bytes)
-        for line in lines:
-            sorter.add(line)
+        sorter = SortedLines(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("jobs.export.files.SORT_BYTES", run_bytes)
+            for line in lines:
+                sorter.add(line)
         assert list(sorter) == sorted(lines)
         assert list(sorter) == sorted(lines)
 
