@@ -40,7 +40,7 @@ from jobs.formatting import JsonObject, is_address
 from jobs.own_files import STATE_FOLDER, embedded_broker_url
 from jobs.times import Times, read_times
 from pipelines.errors import ConfigError, invalid, nearest
-from pipelines.options import EngineKind
+from pipelines.options import EngineKind, Precision
 from pipelines.registry import ModelCard, has_option
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class EngineSettings(SettingsGroup):
     """Equal requests give equal bits in every batch, at a lower speed. On a CPU they always do."""
     max_context: PositiveInt | None = None
     """Maximum positions of an utterance: prompt and speech."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    dtype: Precision | None = None
     """Data type of the weights; on `vllm` only of the LM's weights. Unset: bfloat16 on a GPU, float32 on a
     CPU."""
     executor: Literal["auto", "eager", "graph", "megakernel"] = "auto"
