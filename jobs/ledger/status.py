@@ -328,7 +328,7 @@ def measured_items(sql: Transaction, job: Job, checks: Quality | None = None) ->
     """
     (counts,) = sql.rows(statement, job=job.id, **likes)
     highest = quality.max_failure_rate
-    return MeasuredItems(*counts, None if highest is UNSET else highest)
+    return MeasuredItems(*counts, max_failure_rate=None if highest is UNSET else highest)
 
 
 def statuses_of(sql: Transaction, found: Sequence[Job]) -> list[JobStatus]:
