@@ -44,7 +44,7 @@ from worker.quality.process import MeterError, MeterPool, MeterTask
 from worker.quality.verdict import judged
 
 #: Items between two commits, for each process of meters.
-ITEMS_AT_ONCE = 8
+ITEMS_AT_ONCE = 16
 MAX_SECONDS = 24 * 3600.0
 #: Pause before shards that another check measures are looked at again.
 POLL_SECONDS = 0.5

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -37,8 +38,9 @@ DRAW_SECONDS, DRAW_SECONDS_PER_SECOND = 60.0, 10.0
 #: Maximum number of waiting draws, and of the samples of all draws in the pool (1 GiB). When either is reached, the
 #: engine is not fed.
 MAX_WAITING, MAX_SAMPLES = 1024, 1 << 28
-#: Maximum number of draws that a process measures at once.
-BATCH = 16
+#: With a GPU: maximum number of draws that a process measures at once, and least seconds between two batches that are
+#: not full: a process takes the GPU from the engine nearly as long for one draw as for ten.
+BATCH, GATHER_SECONDS = 16, 1.0
 #: Maximum number of processes by default. With a GPU each takes `GPU_BYTES` of it.
 MAX_PROCESSES = 8
 #: Unless they are set: each process runs on one core, and glibc keeps up to 256 MiB that is freed, since new memory for
@@ -163,7 +165,7 @@ _Waiting = tuple[MeterTask, Future[Readings]]
 class MeterPool:
     """Meter processes, with one thread each. `submit` never waits, so a slow meter delays items but not the engine.
 
-    With a GPU, draws that wait for the same meters are measured in batches. If a batch fails, each of its draws is
+    With a GPU, draws wait up to `GATHER_SECONDS` to be measured in batches. If a batch fails, each of its draws is
     measured alone, so a draw never fails because of another one; if it takes too long, these meters get no batches any
     more.
 
@@ -188,7 +190,9 @@ class MeterPool:
         self._one_by_one = set[bytes]()
         #: Meters -> (items on which they hung since their last answer, number of reported outages).
         self._hung: dict[bytes, tuple[set[str], int]] = {}
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        #: Time from which a batch need not be full.
+        self._due = 0.0
         #: Number of samples of all draws that wait or are being measured.
         self._samples = 0
         self._closing = False
@@ -202,10 +206,11 @@ class MeterPool:
         `CancelledError` if the task is abandoned or the pool is closed first. Raises `CancelledError` if the pool is
         already closed."""
         future, samples = Future[Readings](), len(task.utterance.samples)
-        with self._lock:
+        with self._changed:
             if self._closing:
                 raise CancelledError
             self._waiting.append((task, future))
+            self._changed.notify()
             self._samples += samples
             self._threads.submit(self._measure_some)
         future.add_done_callback(lambda _: self._count_samples(-samples))
@@ -213,8 +218,9 @@ class MeterPool:
 
     def close(self) -> None:
         """Cancels all tasks, and ends the processes."""
-        with self._lock:
+        with self._changed:
             self._closing = True
+            self._changed.notify_all()
         for host in self._hosts:
             host.stop()
         self._threads.shutdown(wait=True)
@@ -222,18 +228,20 @@ class MeterPool:
             host.close()
 
     def _count_samples(self, more: int) -> None:
-        with self._lock:
+        with self._changed:
             self._samples += more
 
     def _measure_some(self) -> None:
         """Measures waiting draws that have the same meters; none if an earlier call took them."""
         some = list[_Waiting]()
-        with self._lock:
-            # The processes share what waits.
-            count = min(self._batch, -(-len(self._waiting) // self.processes))
+        with self._changed:
+            while 0 < len(self._waiting) < self._batch and not self._closing:
+                if (seconds := self._due - time.monotonic()) <= 0:
+                    break
+                self._changed.wait(seconds)
+            self._due = time.monotonic() + GATHER_SECONDS
             meters = self._waiting[0][0].meters if self._waiting else {}
-            if msgspec.json.encode(meters) in self._one_by_one:
-                count = 1
+            count = 1 if msgspec.json.encode(meters) in self._one_by_one else self._batch
             while len(some) < count and self._waiting and self._waiting[0][0].meters == meters:
                 some.append(self._waiting.popleft())
         for task, future in some:
@@ -293,7 +301,7 @@ class MeterPool:
         self, meters: bytes, task: MeterTask, error: MeterHangError
     ) -> MeterHangError | ModelError:
         """Counts a hang. Returns an outage instead if the meters hung on too many items since their last answer."""
-        with self._lock:
+        with self._changed:
             items, outages = self._hung.get(meters, (set[str](), 0))
             items.add(task.item)
             is_outage = len(items) >= HANGS_IN_A_ROW and outages < OUTAGES_IN_A_ROW

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,7 @@ from pipelines.errors import ErrorCode, ModelError
 from pipelines.hibari.pipeline import HibariPipeline
 from pipelines.request import Message, SynthesisRequest, submit
 from tests.support.fake_gpus import FakeGpus
+from worker.quality import process
 from worker.quality.aligner import CtcMeter
 from worker.quality.meters import (
     SAMPLE_RATE,
@@ -264,3 +266,27 @@ def test_a_draw_that_fails_costs_no_other_of_its_batch(error: MeterError) -> Non
     # Meters that took too long for a batch get single draws.
     alone = all(len(some) == 1 for _, some in host.batches)
     assert alone == isinstance(error, MeterHangError)
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_draws_wait_for_a_full_batch_but_not_longer_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "GATHER_SECONDS", 600.0)
+    go = threading.Event()
+    go.set()
+    host = Host(go)
+    pool = MeterPool(2, open_host=lambda: host)
+    assert pool.submit(tasks(["first"], "cheap")[0]).result(60), "a lone draw does not wait"
+    later = [pool.submit(one) for one in tasks([str(number) for number in range(BATCH - 1)], "cheap")]
+    assert not wait(later, 0.2).done
+    later += [pool.submit(one) for one in tasks(["last", "more"], "cheap")]
+    for one in later[:BATCH]:
+        one.result(60)
+    assert [len(some) for _, some in host.batches] == [1, BATCH]
+    pool.close()
+    assert later[-1].cancelled()
+    monkeypatch.setattr(process, "GATHER_SECONDS", 0.3)
+    pool = MeterPool(2, open_host=lambda: host)
+    few = [pool.submit(one) for one in tasks(["a", "b", "c"], "cheap")]
+    assert all(one.result(60) for one in few)
+    pool.close()
+    assert sum(len(some) for _, some in host.batches) == 1 + BATCH + 3
