@@ -60,6 +60,8 @@ from pipelines.validation import OPENAI_VOICES, SpeechTask, own_voice, speech_ta
 #: Maximum number of bad lines, and its increase for each good one: a small compressed file can contain
 #: billions.
 MAX_REFUSED_LINES, MAX_REFUSED_LINES_EACH = 1_000_000, 10
+#: Threads that read recordings; more were slower on 16 cores.
+_READERS = 4
 #: Errors of a line that the job's settings do not cause.
 _LINE_FAULTS = {ErrorCode.INPUT_AUDIO_MISSING, ErrorCode.INPUT_REFERENCE_TEXT}
 
@@ -447,7 +449,7 @@ class LineChecker:
                 with suppress(InputError):
                     messages = parse_line(line.strip())[0].messages
                     found |= {messages[place][2] for place in turns_and_recordings(messages, self._speak)[1]}
-        with ThreadPoolExecutor() as readers:
+        with ThreadPoolExecutor(_READERS) as readers:
             readers.map(reference_key, found)
 
     def _accept(self, number: int, raw: bytes, dialogue: Dialogue, reference_key: ReferenceKey) -> GoodLine:
