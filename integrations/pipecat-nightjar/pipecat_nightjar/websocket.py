@@ -148,6 +148,7 @@ class NightjarTTSService(WebsocketTTSService):
             yield None
         except (OSError, WebSocketException) as error:
             yield self._unreachable(error)
+            self._failed.add(context_id)
             await self._end(context_id)
 
     async def flush_audio(self, context_id: str | None = None) -> None:

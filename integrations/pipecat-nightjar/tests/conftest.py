@@ -92,12 +92,20 @@ class NightjarServer:
             wait_until(self.is_ready)
 
     def is_ready(self) -> bool:
+        return self._health() == 200
+
+    def is_loading(self) -> bool:
+        """Whether it answers, but has not loaded its model."""
+        return self._health() == 503
+
+    def _health(self) -> int | None:
+        """The status of its health; None while it does not answer."""
         assert self._process is not None
         assert self._process.poll() is None, (self._folder / "server.log").read_text()[-3000:]
         try:
-            return self._get("/health")[0] == 200
+            return self._get("/health")[0]
         except OSError:
-            return False
+            return None
 
     def kill(self) -> None:
         """Ends the server like a crash: no connection is closed properly."""

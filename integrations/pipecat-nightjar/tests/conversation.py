@@ -121,12 +121,18 @@ async def converse(
         try:
             await asyncio.wait_for(started.wait(), PATIENCE_SECONDS)
             await script(conversation)
-        finally:
-            await worker.queue_frame(EndFrame())
+        except BaseException:
+            # The end would wait for a reply that does not end.
+            await worker.cancel()
+            raise
+        await worker.queue_frame(EndFrame())
 
     runner = WorkerRunner(handle_sigint=False)
     await runner.add_workers(worker)
     # A pipeline that does not end fails its test.
     async with asyncio.timeout(3 * PATIENCE_SECONDS):
-        await asyncio.gather(runner.run(), follow())
+        results = await asyncio.gather(runner.run(), follow(), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
     return conversation

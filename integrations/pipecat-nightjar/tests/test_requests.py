@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 from conversation import Conversation, converse
+from pipecat.frames.frames import InterruptionFrame
 from pipecat.transcriptions.language import Language
 from pipecat_nightjar import NightjarHttpTTSService, NightjarTTSService, NightjarTTSSettings
 
@@ -146,3 +147,52 @@ def test_speech_is_as_long_as_it_was_made(
     _, done = asyncio.run(said(kind, rate))
     assert done.rates() == {rate}
     assert len(done.audio()) / 2 == pytest.approx(SECONDS * rate, abs=rate / 1000)
+
+
+def test_audio_of_an_interrupted_text_is_not_heard_in_the_next_one() -> None:
+    """The speech of a text is cut off while a part of it is in the resampler."""
+    begin = 0
+
+    async def script(conversation: Conversation) -> None:
+        nonlocal begin
+        await conversation.say("Good morning.")
+        await conversation.until_audio()
+        await conversation.interrupt()
+        await conversation.below.until(lambda: bool(conversation.below.of(InterruptionFrame)))
+        begin = len(conversation.audio())
+        await conversation.say("Good morning.")
+        await conversation.until_replies(1)
+
+    async def interrupted() -> Conversation:
+        async with recorder() as server:
+            service = NightjarHttpTTSService(base_url=server.url, settings=NightjarTTSSettings(model="tone"))
+            return await converse(service, script)
+
+    done = asyncio.run(interrupted())
+    alone = asyncio.run(said(NightjarHttpTTSService))[1]
+    assert 0 < begin < len(alone.audio())
+    heard, expected = (np.frombuffer(audio, "<i2") for audio in (done.audio()[begin:], alone.audio()))
+    assert len(heard) == len(expected)
+    # The resampler dithers.
+    np.testing.assert_allclose(heard, expected, atol=2)
+
+
+def test_a_session_of_the_application_stays_open_for_its_other_services() -> None:
+    async def script(conversation: Conversation) -> None:
+        await conversation.say("Good morning.")
+        await conversation.until_replies(1)
+
+    async def both() -> list[Conversation]:
+        settings = NightjarTTSSettings(model="tone")
+        async with recorder() as server, ClientSession() as session:
+            return [
+                await converse(
+                    NightjarHttpTTSService(base_url=server.url, aiohttp_session=session, settings=settings),
+                    script,
+                )
+                for _ in range(2)
+            ]
+
+    for done in asyncio.run(both()):
+        assert done.errors() == []
+        assert len(done.audio()) > 0

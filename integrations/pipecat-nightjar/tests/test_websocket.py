@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -268,6 +269,71 @@ def test_words_after_a_wait_for_text_are_said_with_their_audio(server: NightjarS
     assert pts["Then"] - pts["morning."] > 3.0
 
 
+def begin_of(done: Conversation, word: str) -> float:
+    """When the word is said, in seconds."""
+    return next((one.pts or 0) / 1e9 for one in done.below.of(TTSTextFrame) if one.text.strip() == word)
+
+
+def seconds_until(done: Conversation, word: str) -> float:
+    """The audio of a context up to the end of the sentence that ends with the word."""
+    frames = done.below.frames
+    place, last = next(
+        (place, frame)
+        for place, frame in enumerate(frames)
+        if isinstance(frame, TTSTextFrame) and frame.text.strip() == word
+    )
+    return sum(
+        len(frame.audio) / 2 / frame.sample_rate
+        for frame in frames[:place]
+        if isinstance(frame, TTSAudioRawFrame) and frame.context_id == last.context_id
+    )
+
+
+def test_words_after_a_silence_that_ended_their_context_are_said_with_their_audio(
+    server: NightjarServer,
+) -> None:
+    settings = NightjarTTSSettings(model="hibari", extra=SEEDED)
+    impatient = NightjarTTSService(base_url=server.url, stop_frame_timeout_s=0.5, settings=settings)
+
+    def is_silent(conversation: Conversation) -> bool:
+        last = conversation.below.frames[-1:]
+        return "morning." in said(conversation) and any(isinstance(frame, TTSStoppedFrame) for frame in last)
+
+    async def script(conversation: Conversation) -> None:
+        await conversation.send(LLMFullResponseStartFrame())
+        await conversation.send(LLMTextFrame(f"{FIRST} Then"))
+        await conversation.below.until(lambda: is_silent(conversation))
+        await conversation.send(LLMTextFrame(f" rest. {SECOND}"))
+        await conversation.send(LLMFullResponseEndFrame())
+        await conversation.below.until(lambda: "you." in said(conversation))
+
+    done = asyncio.run(converse(impatient, script))
+    assert len({frame.context_id for frame in done.below.of(TTSAudioRawFrame)}) == 1
+    # Its audio follows that of the first sentence, which is still being played.
+    assert begin_of(done, "Then") - begin_of(done, "The") == pytest.approx(
+        seconds_until(done, "morning."), abs=0.3
+    )
+
+
+def test_words_after_a_wait_behind_other_audio_are_said_with_their_audio(server: NightjarServer) -> None:
+    async def script(conversation: Conversation) -> None:
+        await conversation.send(TTSSpeakFrame(LONG[:222]))
+        await conversation.until_replies(1)
+        await conversation.send(LLMFullResponseStartFrame())
+        await conversation.send(LLMTextFrame("Yes. Then"))
+        await conversation.below.until(lambda: "Yes." in said(conversation))
+        # "Yes." would be over by then, but it comes after 14 s of other audio.
+        await asyncio.sleep(1.8)
+        await conversation.send(LLMTextFrame(f" rest. {SECOND}"))
+        await conversation.send(LLMFullResponseEndFrame())
+        await conversation.until_replies(2)
+
+    done = asyncio.run(converse(service(server, extra=SEEDED), script))
+    assert begin_of(done, "Then") - begin_of(done, "Yes.") == pytest.approx(
+        seconds_until(done, "Yes."), abs=0.3
+    )
+
+
 class Loudspeaker(BaseOutputTransport):
     """Plays audio as it is heard, and notifies `reached` once it has played `until_seconds`."""
 
@@ -384,6 +450,25 @@ def test_a_server_that_stops_in_good_order_is_found_again(own_server: NightjarSe
     done = asyncio.run(converse(service(own_server), script))
     assert ears.word_error_rate(done.audio(), 24_000, REPLY) == 0
     assert done.errors() == []
+
+
+def test_a_text_waits_for_a_server_that_loads_its_model(tmp_path: Path) -> None:
+    server = NightjarServer(tmp_path)
+
+    async def script(conversation: Conversation) -> None:
+        await conversation.above.until(lambda: bool(conversation.errors()))
+        server.start(wait=False)
+        await asyncio.to_thread(wait_until, server.is_loading)
+        await conversation.say(FIRST)
+        await conversation.until_replies(1)
+
+    try:
+        done = asyncio.run(converse(service(server), script))
+    finally:
+        server.stop()
+    assert text_of(done.below.of(TTSTextFrame)) == FIRST
+    assert len(done.audio()) > 0
+    assert len(done.errors()) == 1, "only that of the start, when there is no server"
 
 
 def test_two_services_speak_at_once(server: NightjarServer, ears: Ears) -> None:
