@@ -232,7 +232,7 @@ class _Ingest:
             if self.abort and rejected:
                 raise aborted_by(rejected[0], "Nothing was submitted")
             runs = list(cut(good, self.size, self.items))
-            firsts = accumulate((sum([line.items for line in run]) for run in runs), initial=self.items)
+            firsts = accumulate((sum(line.items for line in run) for run in runs), initial=self.items)
             shards = list(write_all(self._write, count(self.shards), firsts, runs))
             # Objects that the ledger names must survive a power cut.
             self.store.sync()
@@ -246,7 +246,7 @@ class _Ingest:
                     raise RuntimeError("The ledger reports duplicates that are not in the batch.") from error
                 good = [line for line in good if line.example_id not in known]
                 rejected = duplicate_lines(repeated, self.checker.id_key) + rejected
-                rejected.sort(key=lambda line: line.line)
+                rejected.sort()
         self._read_place()
 
     def _write(self, shard_no: int, first: int, lines: Sequence[GoodLine]) -> NewShard:
@@ -260,7 +260,7 @@ class _Ingest:
             turns |= {index + turn: turn for turn in range(1, line.items)}
         info = put_numbered(self.store, input_key(self.job.id, shard_no), compress(encoded))
         return NewShard(
-            shard_no, tuple(items), info.key, info.sha256, sum([line.estimated_ms for line in lines]), turns
+            shard_no, tuple(items), info.key, info.sha256, sum(line.estimated_ms for line in lines), turns
         )
 
     def restore(self, lost: Collection[str]) -> None:
@@ -402,7 +402,7 @@ def dry_run(
                     new.append(line)
                 else:
                     bad += duplicate_lines([line], checker.id_key)
-            bad.sort(key=lambda line: line.line)
+            bad.sort()
             if bad and options.on_error == "abort":
                 raise aborted_by(bad[0], "Nothing would be submitted")
             items += sum(line.items for line in new)

@@ -21,7 +21,7 @@ MAX_REFERENCE_BYTES = 32 << 20
 #: (`pipelines.recording.MAX_REFERENCE_SECONDS`).
 MAX_AUDIO_SECONDS = 600.0
 #: Number of addresses in the cache, so that a recording of many lines is read once.
-_KNOWN_PATHS = 50_000
+_KNOWN_PATHS = 10_000
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _EXTENSIONS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "OGG": "ogg", "MP3": "mp3"}
 

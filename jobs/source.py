@@ -175,7 +175,7 @@ def batches_of(
     next(islice(records, after_line, after_line), None)
     while some := list(islice(records, min(_LINES_AT_ONCE, max_lines - len(batch)))):
         batch += some
-        size += sum([len(record) for record in some if isinstance(record, bytes)])
+        size += sum(len(record) for record in some if isinstance(record, bytes))
         if len(batch) == max_lines or size >= max_bytes:
             yield LineBatch(after_line + 1, batch)
             after_line += len(batch)

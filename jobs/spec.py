@@ -8,9 +8,8 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import cast
 
 import msgspec
@@ -32,6 +31,7 @@ from jobs.formatting import printable
 from jobs.input_records import ALL, SPEAKERS, Records, speakers_sha256
 from jobs.job_options import SubmitOptions
 from jobs.ledger.records import JobSpec, RejectedLine
+from jobs.packs import map_ahead
 from jobs.settings import Settings
 from jobs.source import (
     BATCH_BYTES,
@@ -409,7 +409,6 @@ class LineChecker:
         good: list[GoodLine] = []
         rejected: list[RejectedLine] = []
         seen = set[str]()
-        self._read_recordings(batch, reference_key)
         for line_no, line in enumerate(batch.lines, batch.first):
             if isinstance(line, RejectedLine):
                 rejected.append(line)
@@ -429,7 +428,7 @@ class LineChecker:
                     plain = plain_turn(dialogue.messages, self._speak, self._able.max_text_characters)
                 if plain is None:
                     # This takes three times as long.
-                    good.append(self._accept(line_no, line, dialogue, reference_key))
+                    good.append(self._accept(line_no, line, dialogue))
                 else:
                     text = dialogue.messages[plain][2]
                     if self._check_text is not None:
@@ -439,21 +438,25 @@ class LineChecker:
                 seen.add(example_id)
             except InputError as error:
                 rejected.append(rejected_line(line_no, error, example_id))
+
+        def read(line: GoodLine) -> GoodLine | RejectedLine:
+            try:
+                return replace(
+                    line, references={place: reference_key(name) for place, name in line.references.items()}
+                )
+            except InputError as error:
+                return rejected_line(line.line, error, line.example_id)
+
+        if any(line.references for line in good):
+            with ThreadPoolExecutor(_READERS) as readers:
+                made = [one for _, one in map_ahead(partial(readers.submit, read), good, 2 * _READERS)]
+            good = [line for line in made if isinstance(line, GoodLine)]
+            rejected += [line for line in made if isinstance(line, RejectedLine)]
+            rejected.sort()
         return good, rejected
 
-    def _read_recordings(self, batch: LineBatch, reference_key: ReferenceKey) -> None:
-        """Calls `reference_key`, which keeps its results, on several threads. Errors are raised again for their line."""
-        found = set[str]()
-        for line in batch.lines:
-            if isinstance(line, bytes) and b'"audio"' in line:
-                with suppress(InputError):
-                    messages = parse_line(line.strip())[0].messages
-                    found |= {messages[place][2] for place in turns_and_recordings(messages, self._speak)[1]}
-        with ThreadPoolExecutor(_READERS) as readers:
-            readers.map(reference_key, found)
-
-    def _accept(self, number: int, raw: bytes, dialogue: Dialogue, reference_key: ReferenceKey) -> GoodLine:
-        """The line of any dialogue that can be spoken. Raises `InputError`."""
+    def _accept(self, number: int, raw: bytes, dialogue: Dialogue) -> GoodLine:
+        """The line of any dialogue that can be spoken; its references are not read yet. Raises `InputError`."""
         messages = dialogue.messages
         generation = dialogue.generation or NO_GENERATION
         turns, recordings = turns_and_recordings(messages, self._speak)
@@ -473,7 +476,7 @@ class LineChecker:
                 f"The dialogue has no {what}{other}.",
                 "Add such a text message to the line, or choose another role with --speak.",
             )
-        references = {place: reference_key(messages[place][2]) for place in recordings}
+        references = {place: messages[place][2] for place in recordings}
         items = 1 if turns is None else len(turns)
         estimated_ms = int(characters * self._ms_per_character)
         return GoodLine(number, dialogue.example_id, raw, estimated_ms, references, turns, items, spoken)

@@ -203,8 +203,7 @@ def encode_pcm(
         if samples * channels > _MAX_WAV_SAMPLES:
             raise invalid("The speech does not fit into a WAV file of 4 GiB.", "Use flac.")
         file.write(wav_header(sample_rate, 2 * samples * channels, channels=channels))
-        for block in blocks:
-            file.write(block.data)
+        file.writelines(block.data for block in blocks)
         return
     if audio_format not in CONTAINERS:
         raise invalid(

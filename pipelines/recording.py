@@ -97,7 +97,7 @@ def read_recording(recording: bytes, reading: Reading = AS_IT_IS) -> tuple[NDArr
             f"The reference audio is {seconds:.2f} s long; it must be {MIN_SECONDS:g} to {MAX_REFERENCE_SECONDS:g} s long.",
             _BEST_LENGTH,
         )
-    if np.linalg.norm(samples) < SILENCE * math.sqrt(len(samples)):
+    if np.mean(np.square(samples, dtype=np.float64)) < SILENCE**2:
         raise InputError(
             ErrorCode.INPUT_REFERENCE_SILENT,
             "The reference audio is silent.",

@@ -105,7 +105,7 @@ def type_of(value: Any, depth: int = 0) -> Type:
 
 def common(one: Type, other: Type) -> Type:
     """The type for values of both types."""
-    if one == other or other == "null":
+    if other in (one, "null"):
         return one
     if one == "null":
         return other

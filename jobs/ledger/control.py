@@ -390,7 +390,7 @@ def unreported_ends(sql: Transaction) -> list[JobEnd]:
     statement = f"""
     SELECT id, finished_at FROM jobs WHERE {_UNREPORTED} ORDER BY finished_at, id LIMIT {ENDS_AT_ONCE}
     """
-    return [JobEnd(*row) for row in sql.rows(statement)]
+    return sql.rows(statement, JobEnd)
 
 
 def claim_end(sql: Transaction, end: JobEnd, seconds: float) -> int | None:

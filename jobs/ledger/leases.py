@@ -263,10 +263,10 @@ def commit(sql: Transaction, ticket: Ticket, outcomes: Sequence[Outcome]) -> Com
         _COUNT,
         n_done=n_done,
         n_failed=len(broken),
-        audio_ms=sum([artifact.duration_ms for artifact in made]),
-        engine_ms=sum([outcome.engine_ms for outcome in (*done, *changed)]),
-        energy_mj=sum([outcome.energy_mj for outcome in (*done, *changed)]),
-        bytes_out=sum([artifact.bytes for artifact in made]),
+        audio_ms=sum(artifact.duration_ms for artifact in made),
+        engine_ms=sum(outcome.engine_ms for outcome in (*done, *changed)),
+        energy_mj=sum(outcome.energy_mj for outcome in (*done, *changed)),
+        bytes_out=sum(artifact.bytes for artifact in made),
     )
     return CommitResult(n_done + len(changed), failed=0 if shard.error_budget is None else len(broken))
 

@@ -210,7 +210,7 @@ def shard_audio(sql: Transaction, job_id: str, shard_no: int) -> list[Artifact]:
         AND kind = CASE WHEN spec ->> 'output' = 'codes' THEN 'codes' ELSE 'audio' END
     WHERE shards.job_id = :job AND shards.no = :shard ORDER BY items.idx
     """
-    return [Artifact(*row) for row in sql.rows(statement, job=job_id, shard=shard_no)]
+    return sql.rows(statement, Artifact, job=job_id, shard=shard_no)
 
 
 def artifacts_page(sql: Transaction, job_id: str, after: int, limit: int, kind: str) -> list[Artifact]:
@@ -219,7 +219,7 @@ def artifacts_page(sql: Transaction, job_id: str, after: int, limit: int, kind: 
     SELECT {_ARTIFACT} FROM artifacts
     WHERE job_no = {NUMBER} AND idx > :after AND kind = :kind ORDER BY idx LIMIT :limit
     """
-    return [Artifact(*row) for row in sql.rows(statement, job=job_id, after=after, limit=limit, kind=kind)]
+    return sql.rows(statement, Artifact, job=job_id, after=after, limit=limit, kind=kind)
 
 
 def artifacts_of(sql: Transaction, job_id: str, kind: str, indexes: Collection[int]) -> dict[int, Artifact]:
@@ -263,7 +263,7 @@ def shard_ends(sql: Transaction, job_id: str) -> list[ShardEnds]:
     SELECT no, first_index, last_index, n_done + n_failed + n_skipped FROM shards
     WHERE job_id = :job AND n_done + n_failed + n_skipped > 0 ORDER BY no
     """
-    return [ShardEnds(*row) for row in sql.rows(statement, job=job_id)]
+    return sql.rows(statement, ShardEnds, job=job_id)
 
 
 def rejected_page(sql: Transaction, job_id: str, after: int, limit: int) -> list[RejectedLine]:
@@ -300,7 +300,7 @@ def attempts_page(sql: Transaction, job_id: str, after: int, limit: int) -> list
     )
     ORDER BY shard_no, attempts.epoch
     """
-    return [Attempt(*row) for row in sql.rows(statement, job=job_id, after=after, limit=limit)]
+    return sql.rows(statement, Attempt, job=job_id, after=after, limit=limit)
 
 
 def draws_page(sql: Transaction, job_id: str, after: int, limit: int) -> list[DrawRow]:

@@ -177,8 +177,8 @@ def reconcile(
 def _shards_that(sql: Transaction, condition: str, timeout_seconds: float = 0.0) -> list[Ticket]:
     """The shards that match a condition, in order."""
     # Sorting by SQL would scan the primary key instead of the small partial index.
-    rows = sql.rows(f"SELECT job_id, no, epoch FROM shards WHERE {condition}", timeout=timeout_seconds)
-    return sorted(Ticket(*row) for row in rows)
+    statement = f"SELECT job_id, no, epoch FROM shards WHERE {condition}"
+    return sorted(sql.rows(statement, Ticket, timeout=timeout_seconds))
 
 
 def _jobs_to_end(sql: Transaction) -> tuple[list[str], list[str], list[str]]:

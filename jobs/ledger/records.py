@@ -230,7 +230,7 @@ class Job(NewJob):
         return self.spec.speak != "answer" and self.labels.get(INPUT_FORMAT) != "openai-batch"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class RejectedLine:
     """An input line that was refused."""
 

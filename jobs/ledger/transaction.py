@@ -64,10 +64,11 @@ class Transaction(NamedTuple):
     #: The connection of SQLAlchemy, for migrations and COPY; None if the driver is used directly.
     connection: Any = None
 
-    def rows(self, statement: str, **values: object) -> list[Row]:
+    def rows(self, statement: str, made: Any = None, /, **values: object) -> list[Row]:
+        """The rows, or what `made`, a type, makes of their columns."""
         cursor = self._run(statement, values)
-        named = _row_type(tuple(column[0] for column in cursor.description))
-        return [named(*row) for row in cursor]
+        made = made or _row_type(tuple(column[0] for column in cursor.description))
+        return [made(*row) for row in cursor]
 
     def row(self, statement: str, **values: object) -> Row | None:
         """The first row, or None."""

@@ -201,8 +201,7 @@ def _fleet(sql: Transaction, window_factor: int) -> _Fleet:
     slots = dict(sql.rows(_SLOTS))
     limits = {} if ANY_MODEL in slots else {name: n * window_factor for name, n in slots.items()}
     window = sum(slots.values()) * window_factor if slots else WINDOW_WITHOUT_WORKERS
-    found = (_Job(*row) for row in sql.rows(_JOBS))
-    jobs = [job for job in found if not limits or job.model in limits]
+    jobs = [job for job in sql.rows(_JOBS, _Job) if not limits or job.model in limits]
     first = max((job.priority for job in jobs if job.has_ready), default=-math.inf)
     return _Fleet(jobs, window, limits, sum(job.shards for job in jobs if job.priority >= first))
 

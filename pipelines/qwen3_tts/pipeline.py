@@ -185,7 +185,7 @@ def plan_sizes(
         if streams or rows:
             graphs, state = codec_needs(decoder, codec_dtype, streams, rows)
             taken += graphs
-        taken += VOICE_BYTES if config.clones else 0
+        taken += VOICE_BYTES * config.clones
         packed = packed_needs(config, dtype)
         if packed and not may_be_persistent(options.executor, options.reproducible, streams, device):
             packed = 0

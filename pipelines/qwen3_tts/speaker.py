@@ -86,7 +86,7 @@ def log_mel(samples: Tensor, lengths: Tensor, sample_rate: int, bands: int) -> t
 
 PREFIX = "speaker_encoder."
 #: Version of the code that reads and encodes recordings. Voices that another version has cached are not used.
-_REVISION = 4
+_REVISION = 5
 #: On a GPU: lengths in seconds that recordings are padded to, and maximum seconds and rows of their batches.
 _PADDED_SECONDS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 22, 32, 60)
 _BATCH_SECONDS = 60

@@ -67,7 +67,7 @@ class CtcMeter:
             )
             for layer in network.modules():
                 # Each call would compute the normalized weights again.
-                if torch.nn.utils.parametrize.is_parametrized(layer, "weight"):
+                if hasattr(layer, "parametrizations"):
                     torch.nn.utils.parametrize.remove_parametrizations(layer, "weight")
             place = torch_device(device, threads)
             # float16 is as precise as TF32, in which a GPU else computes, and takes half of the time.

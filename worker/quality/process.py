@@ -38,9 +38,9 @@ DRAW_SECONDS, DRAW_SECONDS_PER_SECOND = 60.0, 10.0
 #: Maximum number of waiting draws, and of the samples of all draws in the pool (1 GiB). When either is reached, the
 #: engine is not fed.
 MAX_WAITING, MAX_SAMPLES = 1024, 1 << 28
-#: With a GPU: maximum number of draws that a process measures at once, and least seconds between two batches that are
-#: not full: a process takes the GPU from the engine nearly as long for one draw as for ten.
-BATCH, GATHER_SECONDS = 16, 1.0
+#: With a GPU: maximum number of draws that a process measures at once, the number that waits for no more, and how long they
+#: wait for it: a process takes the GPU from the engine nearly as long for one draw as for four.
+BATCH, LEAST_BATCH, GATHER_SECONDS = 16, 4, 1.0
 #: Maximum number of processes by default. With a GPU each takes `GPU_BYTES` of it.
 MAX_PROCESSES = 8
 #: Unless they are set: each process runs on one core, and glibc keeps up to 256 MiB that is freed, since new memory for
@@ -158,7 +158,7 @@ class MeterTask(NamedTuple):
     bounds: Mapping[str, Bound] = {}
 
 
-#: A draw that waits, and its future.
+#: A draw and its future.
 _Waiting = tuple[MeterTask, Future[Readings]]
 
 
@@ -177,7 +177,7 @@ class MeterPool:
         self, processes: int | None = 1, *, open_host: Callable[[], MeterProcess] = MeterProcess
     ) -> None:
         """`processes`: their maximum; None: by the cores."""
-        self._batch = BATCH if count_gpus() else 1
+        self._batch, self._least = (BATCH, LEAST_BATCH) if count_gpus() else (1, 1)
         self.processes = processes or max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // 2))
         self._threads = DaemonThreads(self.processes, "meter")
         self._hosts = [open_host() for _ in range(self.processes)]
@@ -185,14 +185,13 @@ class MeterPool:
         self._idle: queue.LifoQueue[MeterProcess] = queue.LifoQueue()
         for host in self._hosts:
             self._idle.put(host)
-        self._waiting = deque[_Waiting]()
+        #: Draws that wait, their futures, and the times until which they wait for a batch.
+        self._waiting = deque[tuple[MeterTask, Future[Readings], float]]()
         #: Meters whose batches took too long.
         self._one_by_one = set[bytes]()
         #: Meters -> (items on which they hung since their last answer, number of reported outages).
         self._hung: dict[bytes, tuple[set[str], int]] = {}
         self._changed = threading.Condition()
-        #: Time from which a batch need not be full.
-        self._due = 0.0
         #: Number of samples of all draws that wait or are being measured.
         self._samples = 0
         self._closing = False
@@ -209,7 +208,7 @@ class MeterPool:
         with self._changed:
             if self._closing:
                 raise CancelledError
-            self._waiting.append((task, future))
+            self._waiting.append((task, future, time.monotonic() + GATHER_SECONDS))
             self._changed.notify()
             self._samples += samples
             self._threads.submit(self._measure_some)
@@ -235,15 +234,19 @@ class MeterPool:
         """Measures waiting draws that have the same meters; none if an earlier call took them."""
         some = list[_Waiting]()
         with self._changed:
-            while 0 < len(self._waiting) < self._batch and not self._closing:
-                if (seconds := self._due - time.monotonic()) <= 0:
-                    break
+            while (
+                0 < len(self._waiting) < self._least
+                and not self._closing
+                and (seconds := self._waiting[0][2] - time.monotonic()) > 0
+            ):
                 self._changed.wait(seconds)
-            self._due = time.monotonic() + GATHER_SECONDS
+            # The processes share what waits.
+            count = min(self._batch, max(self._least, -(-len(self._waiting) // self.processes)))
             meters = self._waiting[0][0].meters if self._waiting else {}
-            count = 1 if msgspec.json.encode(meters) in self._one_by_one else self._batch
+            if msgspec.json.encode(meters) in self._one_by_one:
+                count = 1
             while len(some) < count and self._waiting and self._waiting[0][0].meters == meters:
-                some.append(self._waiting.popleft())
+                some.append(self._waiting.popleft()[:2])
         for task, future in some:
             if self._closing or task.abandoned():
                 future.cancel()

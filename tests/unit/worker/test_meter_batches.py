@@ -32,7 +32,15 @@ from worker.quality.meters import (
     Utterance,
     open_meter,
 )
-from worker.quality.process import BATCH, MeterError, MeterHangError, MeterPool, MeterProcess, MeterTask
+from worker.quality.process import (
+    BATCH,
+    LEAST_BATCH,
+    MeterError,
+    MeterHangError,
+    MeterPool,
+    MeterProcess,
+    MeterTask,
+)
 
 ALIGNER = Path(__file__).parents[2] / "support" / "aligner"
 #: The largest difference of a score in a batch on a CPU, by its meter.
@@ -275,18 +283,21 @@ def test_draws_wait_for_a_full_batch_but_not_longer_than_said(monkeypatch: pytes
     go.set()
     host = Host(go)
     pool = MeterPool(2, open_host=lambda: host)
-    assert pool.submit(tasks(["first"], "cheap")[0]).result(60), "a lone draw does not wait"
-    later = [pool.submit(one) for one in tasks([str(number) for number in range(BATCH - 1)], "cheap")]
-    assert not wait(later, 0.2).done
-    later += [pool.submit(one) for one in tasks(["last", "more"], "cheap")]
-    for one in later[:BATCH]:
-        one.result(60)
-    assert [len(some) for _, some in host.batches] == [1, BATCH]
+    few = [pool.submit(one) for one in tasks(["a", "b", "c"], "cheap")]
+    assert not wait(few, 0.2).done
+    few.append(pool.submit(tasks(["d"], "cheap")[0]))
+    assert all(one.result(60) for one in few)
+    last = pool.submit(tasks(["e"], "cheap")[0])
     pool.close()
-    assert later[-1].cancelled()
+    assert last.cancelled()
+    assert [len(some) for _, some in host.batches] == [LEAST_BATCH]
     monkeypatch.setattr(process, "GATHER_SECONDS", 0.3)
     pool = MeterPool(2, open_host=lambda: host)
-    few = [pool.submit(one) for one in tasks(["a", "b", "c"], "cheap")]
+    # Those of other meters wait beside them, not after them.
+    few = [
+        pool.submit(tasks([text], meter)[0])
+        for text, meter in zip("abc", ("cheap", "else", "cheap"), strict=True)
+    ]
     assert all(one.result(60) for one in few)
     pool.close()
-    assert sum(len(some) for _, some in host.batches) == 1 + BATCH + 3
+    assert sum(len(some) for _, some in host.batches) == LEAST_BATCH + 3
