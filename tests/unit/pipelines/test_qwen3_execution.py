@@ -259,7 +259,7 @@ def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
 
 @pytest.mark.parametrize(
     ("free_gib", "total_gib", "refused"),
-    [(6.2, 6.2, ConfigError), (6.2, 141, SynthesisError), (11.2, 141, None), (140, 141, None)],
+    [(6.2, 6.2, ConfigError), (6.2, 141, SynthesisError), (11.9, 141, None), (140, 141, None)],
 )
 def test_persistent_kernels_that_nobody_asked_for_take_no_slot_away(
     free_gib: float,
