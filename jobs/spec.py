@@ -402,9 +402,10 @@ class LineChecker:
         self, batch: LineBatch, reference_key: ReferenceKey
     ) -> tuple[list[GoodLine], list[RejectedLine]]:
         """Checks the lines of a batch, in order. Blank lines are left out; of lines with the same example_id
-        only the first is good.
+        only the first may be good.
 
-        `reference_key` maps the audio content of a line to a key of the store, or raises `InputError`.
+        `reference_key` maps the audio content of a line to a key of the store, or raises `InputError`. It is called on
+        several threads, for lines that nothing else refuses.
         """
         good: list[GoodLine] = []
         rejected: list[RejectedLine] = []
@@ -456,7 +457,7 @@ class LineChecker:
         return good, rejected
 
     def _accept(self, number: int, raw: bytes, dialogue: Dialogue) -> GoodLine:
-        """The line of any dialogue that can be spoken; its references are not read yet. Raises `InputError`."""
+        """The line of any dialogue that can be spoken; its references are names, not keys yet. Raises `InputError`."""
         messages = dialogue.messages
         generation = dialogue.generation or NO_GENERATION
         turns, recordings = turns_and_recordings(messages, self._speak)

@@ -522,9 +522,10 @@ def decode(source: Job | str | Path, to: str | Path, *, model: str | None = None
     check_type("source", source, (Job, *PATH), "a job, or the folder of an export")
     check_type("to", to, PATH, "a path")
     check_type("model", model or "", str, "the name or the folder of a model")
-    is_job = isinstance(source, Job)
-    settings = source._settings if is_job else load_settings()
-    decode_source(settings, source._found.stored if is_job else Path(source), Path(to), model)
+    if isinstance(source, Job):
+        decode_source(source._settings, source._found.stored, Path(to), model)
+    else:
+        decode_source(load_settings(), Path(source), Path(to), model)
     return Path(to).absolute()
 
 

@@ -17,7 +17,7 @@ from jobs.dialogue import Speak, reference_places, spoken_turns, turn_messages, 
 from jobs.ledger.records import ItemRow, ItemState, JobSpec
 from jobs.source import LineBatch
 from jobs.spec import resolve
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import ErrorCode, InputError, StoreError
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities, Generation, Message
 from pipelines.validation import speech_task
@@ -292,3 +292,44 @@ def test_options_of_the_command_line() -> None:
     with pytest.raises(InputError) as caught:
         resolve(spec_of("--voice-of", "assistant=nobody"))
     assert caught.value.code is ErrorCode.INPUT_UNKNOWN_VOICE
+
+
+def test_only_recordings_of_lines_that_nothing_else_refuses_are_read_and_a_failing_store_ends_it() -> None:
+    def line(name: str, recording: str, text: str = "Hello.", **rest: object) -> bytes:
+        messages = [("user", "audio", recording), ("user", "text", text)]
+        return json.dumps({"example_id": name, "messages": messages, **rest}).encode()
+
+    read = list[str]()
+
+    def key(recording: str) -> str:
+        read.append(recording)
+        if recording == "lost.wav":
+            raise InputError(ErrorCode.INPUT_AUDIO_MISSING, "There is no such file.")
+        if recording == "down.wav":
+            raise StoreError(ErrorCode.STORE_UNREACHABLE, "The store does not answer.")
+        return f"key of {recording}"
+
+    checker = line_checker(CLONER, Generation(), speak="auto")
+    lines = [
+        line("a", "a.wav"),
+        line("b", "lost.wav"),
+        line("a", "again.wav"),
+        line("c", "c.wav", " "),
+        line("d", "d.wav"),
+    ]
+    good, rejected = checker.check(LineBatch(1, lines), key)
+    assert [(one.example_id, one.references) for one in good] == [
+        ("a", {0: "key of a.wav"}),
+        ("d", {0: "key of d.wav"}),
+    ]
+    assert [(one.line, one.code) for one in rejected] == [
+        (2, ErrorCode.INPUT_AUDIO_MISSING),
+        (3, ErrorCode.INPUT_DUPLICATE_ID),
+        (4, ErrorCode.INPUT_EMPTY_TEXT),
+    ]
+    assert sorted(read) == ["a.wav", "d.wav", "lost.wav"]
+    read.clear()
+    many = [line(str(number), "down.wav") for number in range(1000)]
+    with pytest.raises(StoreError):
+        checker.check(LineBatch(1, many), key)
+    assert len(read) < 50, "each of them was asked for"
